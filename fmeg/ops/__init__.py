@@ -1,0 +1,34 @@
+"""Operations with rules. One file each: what it means, its gradient, its sharding, its cost.
+
+contractions    einsum
+norms           rms_norm, layer_norm
+attention       attention, rope, rope_table, Llama3Scaling
+tokens          embedding, cross_entropy
+pointwise       swiglu, geglu, gelu, dropout
+"""
+
+from fmeg.ops.activations import geglu, gelu, swiglu
+from fmeg.ops.attention import attention
+from fmeg.ops.cross_entropy import cross_entropy
+from fmeg.ops.dropout import dropout
+from fmeg.ops.einsum import einsum
+from fmeg.ops.embedding import embedding
+from fmeg.ops.layer_norm import layer_norm
+from fmeg.ops.rms_norm import rms_norm
+from fmeg.ops.rope import Llama3Scaling, rope, rope_table
+
+__all__ = [
+    "Llama3Scaling",
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "einsum",
+    "embedding",
+    "geglu",
+    "gelu",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "rope_table",
+    "swiglu",
+]

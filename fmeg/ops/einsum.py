@@ -1,0 +1,148 @@
+"""Contractions by named dimensions: the one matmul of the library."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from string import ascii_letters
+
+import torch
+from torch import Tensor
+
+from fmeg.program.ir import Node
+from fmeg.program.primitive import Primitive
+from fmeg.program.rule import Rule
+
+Names = tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def parse_equation(equation: str) -> tuple[tuple[Names, ...], Names]:
+    """Split an equation into the operands' names and the result's.
+
+    >>> parse_equation("b s d, d f -> b s f")
+    ((('b', 's', 'd'), ('d', 'f')), ('b', 's', 'f'))
+    """
+    if equation.count("->") != 1:
+        raise ValueError(f"einsum: {equation!r} must have one '->', as in 'b s d, d f -> b s f'")
+    left, right = equation.split("->")
+    ins = tuple(tuple(term.split()) for term in left.split(","))
+    out = tuple(right.split())
+    known = {n for names in ins for n in names}
+    for names in (*ins, out):
+        for n in names:
+            if not n.isidentifier():
+                raise ValueError(
+                    f"einsum: {equation!r} has {n!r} where a dimension's name is expected; separate names by spaces"
+                )
+            if names.count(n) > 1:
+                raise ValueError(f"einsum: {equation!r} names {n!r} twice in one term; take the diagonal first")
+    for n in out:
+        if n not in known:
+            raise ValueError(f"einsum: {equation!r} has {n!r} in the result, which no operand has")
+    if len(known) > len(ascii_letters):
+        raise ValueError(f"einsum: {equation!r} has {len(known)} dimensions, at most {len(ascii_letters)} are possible")
+    return ins, out
+
+
+def format_equation(ins: tuple[Names, ...], out: Names) -> str:
+    """The inverse of `parse_equation`."""
+    return ", ".join(" ".join(n) for n in ins) + " -> " + " ".join(out)
+
+
+@lru_cache(maxsize=4096)
+def _letters(equation: str) -> str:
+    ins, out = parse_equation(equation)
+    letter = dict(zip(dict.fromkeys(n for names in ins for n in names), ascii_letters, strict=False))
+    return ",".join("".join(map(letter.__getitem__, n)) for n in ins) + "->" + "".join(map(letter.__getitem__, out))
+
+
+def _sizes(equation: str, shapes: list[tuple[int, ...]]) -> dict[str, int]:
+    """The size of each name; checks ranks and agreement."""
+    ins, _ = parse_equation(equation)
+    if len(ins) != len(shapes):
+        raise ValueError(f"einsum: {equation!r} has {len(ins)} operands, given {len(shapes)}")
+    sizes: dict[str, int] = {}
+    for i, (names, shape) in enumerate(zip(ins, shapes, strict=True)):
+        if len(names) != len(shape):
+            raise ValueError(
+                f"einsum: operand {i} of {equation!r} must have dimensions '{' '.join(names)}', given shape {tuple(shape)}"
+            )
+        for n, size in zip(names, shape, strict=True):
+            if sizes.setdefault(n, size) != size:
+                raise ValueError(
+                    f"einsum: {n!r} of {equation!r} is {sizes[n]} in an earlier operand, but {size} in operand {i} of shape {tuple(shape)}"
+                )
+    return sizes
+
+
+def _reference(equation: str, *operands: Tensor) -> Tensor:
+    return torch.einsum(_letters(equation), *operands)
+
+
+def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:
+    equation, *operands = args
+    ins, out = parse_equation(equation)
+    return tuple(_cotangent(ins, out, operands, cts[0], i) for i in range(len(operands)))
+
+
+def _cotangent(ins: tuple[Names, ...], out: Names, operands: list[Tensor], ct: Tensor, i: int) -> Tensor:
+    """The result takes the place of operand i; a dimension that no other term has was summed alone, so is repeated."""
+    terms = (*ins[:i], out, *ins[i + 1 :])
+    present = {n for names in terms for n in names}
+    names = tuple(n for n in ins[i] if n in present)
+    ct_i = einsum_p(format_equation(terms, names), *operands[:i], ct, *operands[i + 1 :])
+    if names == ins[i]:
+        return ct_i
+    for dim, n in enumerate(ins[i]):
+        if n not in present:
+            ct_i = ct_i.unsqueeze(dim)
+    return ct_i.expand(operands[i].shape)
+
+
+def _rule(node: Node) -> Rule:
+    equation = node.args[0]
+    ins, out = parse_equation(equation)
+    shapes = [v.shape for v in node.operands()]
+    dims = tuple(tuple((n,) for n in names) for names in ins)
+    return Rule(dims, (tuple((n,) for n in out),), _sizes(equation, shapes), linear=frozenset(range(len(shapes))))
+
+
+def _flops(node: Node) -> int:
+    """Two for each multiply-add, contracting from left to right; a lone operand is summed."""
+    ins, out = parse_equation(node.args[0])
+    sizes = _sizes(node.args[0], [v.shape for v in node.operands()])
+    if len(ins) == 1:
+        return prod(sizes[n] for n in ins[0])
+    total, left = 0, set(ins[0])
+    for i in range(1, len(ins)):
+        both = left | set(ins[i])
+        total += 2 * prod(sizes[n] for n in both)
+        left = both & ({n for names in ins[i + 1 :] for n in names} | set(out))
+    return total
+
+
+einsum_p = Primitive("einsum", _reference, vjp=_vjp, rule=_rule, flops=_flops)
+
+
+def einsum(equation: str, *operands: Tensor) -> Tensor:
+    """Multiply tensors and sum over every dimension that the result does not name.
+
+        out[i…] = Σ_{j…} Π_n operand_n[…]
+
+    equation    names separated by spaces, operands by commas: "b s d, d f -> b s f". A name stands for one size
+                everywhere; it may not repeat within an operand.
+    operands    one floating-point tensor a term, all of one dtype
+
+    Where a summed dimension is sharded, the result is a pending sum over its mesh axes; where a kept one is, so is the
+    result. Raises ValueError for an equation that does not parse or does not fit the shapes.
+
+    >>> x, w = torch.ones(2, 3, 4), torch.ones(4, 5)
+    >>> einsum("b s d, d f -> b s f", x, w).shape
+    torch.Size([2, 3, 5])
+    """
+    _sizes(equation, [tuple(x.shape) for x in operands])
+    dtypes = {x.dtype for x in operands}
+    if len(dtypes) > 1:
+        raise TypeError(f"einsum: operands of {equation!r} must have one dtype, given {[x.dtype for x in operands]}")
+    return einsum_p(equation, *operands)
