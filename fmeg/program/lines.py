@@ -1,0 +1,50 @@
+"""Where in the user's code an operation comes from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import optree
+import torch
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.abspath(optree.__file__)))
+_USER_PARTS = tuple(os.path.join(_HERE, d) for d in ("models", "optim", "rl"))
+
+
+def _is_user(filename: str) -> bool:
+    if filename.startswith(_USER_PARTS):
+        return True
+    return not (filename.startswith((_HERE, *_LIBRARY)) or "/lib/python3" in filename or filename.startswith("<frozen"))
+
+
+def user_frame(skip: int = 1) -> FrameType | None:
+    """The innermost frame that is neither this library's machinery nor torch's."""
+    frame: FrameType | None = sys._getframe(skip)
+    while frame is not None and not _is_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def user_line() -> str:
+    """`file.py:12 function` of the user's line that runs now, or "" if there is none."""
+    frame = user_frame(2)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def variable_name(tensor: Any) -> str:
+    """How the user calls a tensor: the name bound to it in a calling frame, closure or global."""
+    frame: FrameType | None = user_frame(2)
+    while frame is not None:
+        if _is_user(frame.f_code.co_filename):
+            for scope in (frame.f_locals, frame.f_globals):
+                for name, obj in list(scope.items()):
+                    if obj is tensor:
+                        return f"the tensor `{name}`"
+        frame = frame.f_back
+    return "a tensor"

@@ -1,0 +1,384 @@
+"""The Recorder: runs a function on fake tensors and writes down each operation as a node.
+
+A `TorchDispatchMode` above a `FakeTensorMode`: every aten operation that reaches it becomes a `Node`; primitives and
+structured operations call `record` themselves. In-place operations are written down in functional form: each tensor
+remembers the view it is of its base, a write makes a new value of the base, and stale views are re-made when read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fmeg.program.errors import TraceError
+from fmeg.program.ir import Node, Program, TensorType, Value
+from fmeg.program.lines import user_line, variable_name
+
+aten = torch.ops.aten
+
+_LOCAL = threading.local()
+
+
+def active() -> Recorder | None:
+    """The recorder that is writing now on this thread, if any."""
+    stack = getattr(_LOCAL, "stack", None)
+    if not stack or stack[-1].paused:
+        return None
+    return stack[-1]
+
+
+@dataclass(eq=False)
+class _Entry:
+    """What the recorder knows of one tensor object: its value, and the view it is of another tensor."""
+
+    tensor: torch.Tensor
+    value: Value
+    base: _Entry | None = None
+    view: tuple[Any, tuple, dict, int | None] | None = None  # op, args, kwargs, index among the op's results
+    version: int = 0
+    base_version: int = 0
+
+
+_IDENTITY = {aten.detach.default, aten.alias.default, aten.lift.default, aten.lift_fresh_copy.default}
+_DROPPED_KWARGS = ("device", "pin_memory", "layout")
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations into a list of nodes.
+
+    parent     the recorder of the enclosing program, for scan bodies; tensors of the parent that the body uses are
+               captured as further inputs
+    """
+
+    def __init__(self, parent: Recorder | None = None, name: str = "program") -> None:
+        super().__init__()
+        self.parent = parent
+        self.name = name
+        self.fake: FakeTensorMode = parent.fake if parent else FakeTensorMode(allow_non_fake_inputs=False)
+        self.inputs: list[Value] = []
+        self.nodes: list[Node] = []
+        self.captured: list[tuple[torch.Tensor, Value]] = []
+        self.paused = False
+        self.phase = "F"
+        self.source: str | None = None
+        self.tags: dict[str, Any] = {}
+        self.declared_axes: set[str] = parent.declared_axes if parent else set()
+        self.mesh_sizes: dict[str, int] | None = parent.mesh_sizes if parent else None
+        self.counter = 0
+        self._entries: dict[int, _Entry] = {}
+        self._parent_paused = False
+
+    # -- entering ---------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Recorder:
+        stack = _LOCAL.__dict__.setdefault("stack", [])
+        if self.parent is None:
+            self.fake.__enter__()
+        else:
+            self._parent_paused, self.parent.paused = self.parent.paused, True
+        stack.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        _LOCAL.stack.pop()
+        if self.parent is None:
+            self.fake.__exit__(*exc)
+        else:
+            self.parent.paused = self._parent_paused
+
+    @contextmanager
+    def pause(self):
+        """Run without recording."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    @contextmanager
+    def marking(self, *, phase: str | None = None, source: str | None = None, **tags: Any):
+        """Give the nodes recorded inside a phase, a source line and tags."""
+        before = self.phase, self.source, self.tags
+        self.phase, self.source = phase or self.phase, source or self.source
+        self.tags = {**self.tags, **tags}
+        try:
+            yield
+        finally:
+            self.phase, self.source, self.tags = before
+
+    # -- tensors and values -----------------------------------------------------------------------------------------
+    def fake_like(self, t: TensorType) -> torch.Tensor:
+        """A fresh fake tensor, unbound."""
+        with self.pause(), self.fake:
+            return torch.empty(t.shape, dtype=t.dtype)
+
+    def new_input(self, t: TensorType, name: str = "") -> torch.Tensor:
+        """A fresh fake tensor bound to a new input."""
+        tensor = self.fake_like(t)
+        value = Value(t, name=name)
+        self.inputs.append(value)
+        self.bind(tensor, value)
+        return tensor
+
+    def bind(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
+        """Make `tensor` stand for `value`."""
+        self._entries[id(tensor)] = _Entry(tensor, value)
+        return tensor
+
+    def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """Make `tensor` another name of `of`."""
+        entry = self._entry(of)
+        self._entries[id(tensor)] = _Entry(tensor, entry.value, entry, (aten.alias.default, (), {}, None), 0, entry.version)
+        return tensor
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """The current value of a tensor, re-making a view whose base was written."""
+        return self._fresh(self._entry(tensor)).value
+
+    def _entry(self, tensor: torch.Tensor) -> _Entry:
+        entry = self._entries.get(id(tensor))
+        if entry is not None:
+            return entry
+        outer = self.parent
+        while outer is not None:
+            if id(tensor) in outer._entries:
+                return self._capture(tensor)
+            outer = outer.parent
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake:
+            raise TraceError(
+                f"{self.name}: a tensor of type {TensorType.of(tensor)} was made where tracing was off, at {user_line()}; "
+                "make it inside the traced function, or pass it as an argument"
+            )
+        what = variable_name(tensor)
+        raise TraceError(
+            f"{self.name}: the traced function uses {what} of type {TensorType.of(tensor)}, which is not an argument, "
+            f"at {user_line()}. A traced function is closed over no tensors: pass it as an argument"
+        )
+
+    def _capture(self, tensor: torch.Tensor) -> _Entry:
+        value = Value(TensorType.of(tensor), name=f"captured{len(self.captured)}")
+        self.captured.append((tensor, value))
+        self.bind(tensor, value)
+        return self._entries[id(tensor)]
+
+    def _fresh(self, entry: _Entry) -> _Entry:
+        if entry.base is not None:
+            base = self._fresh(entry.base)
+            if base.version != entry.base_version:
+                assert entry.view is not None
+                op, args, kwargs, index = entry.view
+                if op is aten.alias.default:
+                    entry.value = base.value
+                else:
+                    values = self._emit_values(op, (base.value, *args), kwargs, entry.tensor, index)
+                    entry.value = values
+                entry.base_version = base.version
+                entry.version += 1
+        return entry
+
+    def _emit_values(self, op: Any, args: tuple, kwargs: dict, like: torch.Tensor, index: int | None) -> Value:
+        if index is not None:
+            raise TraceError(f"{self.name}: in-place write to a tensor of which {op} made views, at {user_line()}; write it functionally")
+        return self.emit(op, args, kwargs, (TensorType.of(like),))[0]
+
+    # -- recording --------------------------------------------------------------------------------------------------
+    def emit(self, op: Any, args: tuple, kwargs: dict, types: Iterable[TensorType], source: str | None = None) -> tuple[Value, ...]:
+        """Append a node whose tensor arguments are already Values."""
+        node = Node(op, args, kwargs, source=source or self.source or user_line(), phase=self.phase, tags=dict(self.tags))
+        node.outs = tuple(Value(t, node, i) for i, t in enumerate(types))
+        self.nodes.append(node)
+        return node.outs
+
+    def to_values(self, tree: Any) -> Any:
+        """Nested args with tensors replaced by their values."""
+        if isinstance(tree, torch.Tensor):
+            return self.value(tree)
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(self.to_values(t) for t in tree) if type(tree) in (tuple, list) else tuple(self.to_values(t) for t in tree)
+        if isinstance(tree, dict):
+            return {k: self.to_values(v) for k, v in tree.items()}
+        return tree
+
+    def record(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Record a primitive: shapes from its `fake` or its reference on fake tensors."""
+        vargs, vkwargs = self.to_values(args), self.to_values(kwargs)
+        with self.pause():
+            out = (op.fake or op.reference)(*args, **kwargs)
+        return self.record_as(op, vargs, vkwargs, out)
+
+    def record_as(self, op: Any, vargs: tuple, vkwargs: dict, out: Any) -> Any:
+        """Record a node whose results look like the fake tensors `out` (a tensor or a tuple); returns fresh ones."""
+        many = isinstance(out, (tuple, list))
+        outs = list(out) if many else [out]
+        values = self.emit(op, vargs, vkwargs, [TensorType.of(t) for t in outs])
+        fresh = [self.bind(self.fake_like(v.type), v) for v in values]
+        return tuple(fresh) if many else fresh[0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        return self._aten(func, args, kwargs)
+
+    def _aten(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func in _IDENTITY or func is aten.lift_fresh.default:
+            return self._identity(func, args)
+        self._refuse(func)
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        vargs = self.to_values(args)
+        vkwargs = {k: self.to_values(v) for k, v in kwargs.items() if k not in _DROPPED_KWARGS}
+        out = func(*args, **kwargs)
+        tensors = out if isinstance(out, (tuple, list)) else (out,)
+        if not all(isinstance(t, torch.Tensor) for t in tensors):
+            return self._mixed(func, vargs, vkwargs, out)
+        values = self.emit(func, vargs, vkwargs, [TensorType.of(t) for t in tensors])
+        for i, (t, v) in enumerate(zip(tensors, values, strict=True)):
+            self.bind(t, v)
+            if _is_view(func) and args and isinstance(args[0], torch.Tensor):
+                entry, base = self._entries[id(t)], self._entry(args[0])
+                index = i if isinstance(out, (tuple, list)) else None
+                entry.base, entry.base_version, entry.view = base, base.version, (func, vargs[1:], vkwargs, index)
+        return out
+
+    def _mixed(self, func: Any, vargs: tuple, vkwargs: dict, out: Any) -> Any:
+        """An operation with results that are not tensors (None, ints: SDPA's); keep the tensors only, by index."""
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        kept = [(i, t) for i, t in enumerate(outs) if isinstance(t, torch.Tensor)]
+        if not kept:
+            return out
+        with self.marking(results=tuple(i for i, _ in kept)):
+            values = self.emit(func, vargs, vkwargs, [TensorType.of(t) for _, t in kept])
+        for (_, t), v in zip(kept, values, strict=True):
+            self.bind(t, v)
+        return out
+
+    def _identity(self, func: Any, args: tuple) -> Any:
+        source = args[0]
+        if func is aten.lift_fresh.default and not isinstance(source, FakeTensor):
+            with self.pause():
+                out = self.fake.from_tensor(source)
+            with _disable_current_modes():
+                kept = source.detach().clone()
+            value = self.emit(constant, (Literal(kept),), {}, (TensorType.of(out),))[0]
+            return self.bind(out, value)
+        out = func(*args)
+        return self.alias(out, source)
+
+    def _refuse(self, func: Any) -> None:
+        if func is aten._local_scalar_dense.default or func is aten.is_nonzero.default:
+            raise TraceError(
+                f"{self.name}: Python needs the value of a tensor at {user_line()} (an `if`, `while`, `int()`, `.item()` "
+                "or `bool()` on a traced tensor). A traced function's path may not depend on data: use torch.where, or "
+                "pass a Python number as a static argument"
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(
+                f"{self.name}: {func} draws from torch's global generator at {user_line()}; results would depend on the "
+                "mesh. Use fmeg.random (normal, uniform, bernoulli with a key) or fmeg.ops.dropout"
+            )
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise TraceError(f"{self.name}: the result shape of {func} depends on data, at {user_line()}; use a masked form (torch.where) instead")
+
+    # -- writes -----------------------------------------------------------------------------------------------------
+    def _write(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not name.endswith("_") or name.endswith("__"):
+            raise TraceError(f"{self.name}: {func} writes into its argument at {user_line()}; use the form that returns its result")
+        target = args[0]
+        with self.pause():
+            shape, dtype = tuple(target.shape), target.dtype
+        new = self._functional(name, func, args, kwargs)
+        if tuple(new.shape) != shape:
+            raise TraceError(f"{self.name}: {func} would change the shape of its argument at {user_line()}")
+        if new.dtype != dtype:
+            new = self._aten(aten._to_copy.default, (new,), {"dtype": dtype})
+        self._store(self._fresh(self._entry(target)), self.value(new))
+        return target
+
+    def _functional(self, name: str, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        target = args[0]
+        if name == "copy_":
+            src = args[1]
+            if src.dtype != target.dtype:
+                src = self._aten(aten._to_copy.default, (src,), {"dtype": target.dtype})
+            if src.shape != target.shape:
+                src = self._aten(aten.expand.default, (src, list(target.shape)), {})
+            return src
+        if name == "zero_":
+            return self._aten(aten.zeros_like.default, (target,), {})
+        if name == "fill_" and not isinstance(args[1], torch.Tensor):
+            return self._aten(aten.full_like.default, (target, args[1]), {})
+        packet = getattr(aten, name[:-1], None)
+        op = getattr(packet, func._overloadname, None) if packet else None
+        if op is None:
+            raise TraceError(f"{self.name}: no functional form of {func} is known, at {user_line()}; write it functionally")
+        return self._aten(op, args, kwargs)
+
+    def _store(self, entry: _Entry, value: Value) -> None:
+        """Make `value` the content of the tensor, and of the tensors it is a view of."""
+        entry.value = value
+        entry.version += 1
+        if entry.base is not None:
+            base = self._fresh(entry.base)
+            self._store(base, self._scatter(base, entry, value))
+            entry.base_version = base.version
+
+    def _scatter(self, base: _Entry, view: _Entry, value: Value) -> Value:
+        assert view.view is not None
+        op, args, kwargs, index = view.view
+        full, bt = (TensorType.of(base.tensor),), base.value
+        if op is aten.alias.default:
+            return value
+        if index is None and op is aten.select.int:
+            return self.emit(aten.select_scatter.default, (bt, value, *args), {}, full)[0]
+        if index is None and op is aten.slice.Tensor:
+            return self.emit(aten.slice_scatter.default, (bt, value, *args), {}, full)[0]
+        if index is None and op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default):
+            return self.emit(aten.view.default, (value, list(full[0].shape)), {}, full)[0]
+        if index is None and op in (aten.t.default, aten.transpose.int):
+            return self.emit(op, (value, *args), {}, full)[0]
+        if index is None and op is aten.permute.default:
+            inverse = [0] * len(args[0])
+            for i, d in enumerate(args[0]):
+                inverse[d] = i
+            return self.emit(op, (value, inverse), {}, full)[0]
+        raise TraceError(f"{self.name}: in-place write to a view made by {op}, at {user_line()}; write it functionally")
+
+    # -- the result -------------------------------------------------------------------------------------------------
+    def program(self, outputs: Iterable[Any], names: Iterable[str] = ()) -> Program:
+        """The Program recorded so far, with captured tensors as last inputs; unused nodes are dropped."""
+        from fmeg.program.passes import dce
+
+        outs = tuple(self.value(o) if isinstance(o, torch.Tensor) else o for o in outputs)
+        prog = Program((*self.inputs, *(v for _, v in self.captured)), list(self.nodes), outs, tuple(names), self.name)
+        return dce(prog)
+
+
+@dataclass(frozen=True, eq=False)
+class Literal:
+    """A small tensor written into the program, as `torch.tensor(1.0)` makes."""
+
+    tensor: torch.Tensor
+
+
+class _Constant:
+    name = "constant"
+
+    def __call__(self, literal: Literal) -> torch.Tensor:
+        return literal.tensor
+
+
+constant: Callable[[Literal], torch.Tensor] = _Constant()
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
