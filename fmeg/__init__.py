@@ -1,3 +1,40 @@
-"""fmeg: Megatron as functions, on PyTorch."""
+"""fmeg: Megatron as functions, on PyTorch.
+
+Write a model as a pure function over a tree of parameters, say which dimension is which, give a layout, and `jit` runs
+the training step on a mesh: differentiated first, partitioned after, equal to one device.
+"""
+
+from fmeg import ops, random, tree
+from fmeg.mesh import Mesh
+from fmeg.ops import einsum
+from fmeg.ops.remat import remat, save_names
+from fmeg.ops.scan import scan
+from fmeg.ops.shard import name, shard
+from fmeg.program.ir import TensorType
+from fmeg.program.trace import trace
+from fmeg.sharding.array import Array
+from fmeg.sharding.spec import Layout, P
+from fmeg.step import TrainState, jit, value_and_grad
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "Layout",
+    "Mesh",
+    "P",
+    "TensorType",
+    "TrainState",
+    "einsum",
+    "jit",
+    "name",
+    "ops",
+    "random",
+    "remat",
+    "save_names",
+    "scan",
+    "shard",
+    "trace",
+    "tree",
+    "value_and_grad",
+]

@@ -9,8 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg.ops import attention_cp
-from fmeg.ops._common import check_float, check_shape
-from fmeg.ops.attention_math import Shift, cpu_backward, cpu_forward, fits_cpu_kernel, math_backward, math_forward
+from fmeg.ops._common import check_float, check_shape, differentiated, transformed
+from fmeg.ops.attention_math import (
+    Grads,
+    Masking,
+    cpu_backward,
+    cpu_forward,
+    fits_cpu_kernel,
+    math_backward,
+    math_forward,
+)
 from fmeg.program.ir import Node, Value
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule, rule
@@ -20,55 +28,50 @@ class _Attention(torch.autograd.Function):
     """Eager attention whose backward pass is `attention_bwd`; asked for a graph of it, it is differentiable again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Any, kv_segments: Any, shift: Shift, options: tuple
-    ) -> Any:
-        o, lse = _forward(q, k, v, segments, kv_segments, shift, *options)
-        ctx.save_for_backward(q, k, v, segments, kv_segments, o, lse)
-        ctx.shift, ctx.options = shift, options
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+        o, lse = _forward(q, k, v, masking)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.masking = masking
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, segments, kv_segments, o, lse = ctx.saved_tensors
-        masks = (segments, kv_segments, ctx.shift, *ctx.options)
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, o, lse = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
         if dlse is None and not torch.is_grad_enabled():
-            grads = _backward(q, k, v, o, lse, do, *masks)
-        else:
-            grads = math_backward(q, k, v, o, lse, do, *masks, dlse=dlse)
-        return *grads, None, None, None, None
+            return *_backward(q, k, v, o, lse, do, ctx.masking), None
+        return *math_backward(q, k, v, o, lse, do, ctx.masking, dlse), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> tuple[Tensor, Tensor]:
-    return (cpu_forward if fits_cpu_kernel(q, k, v) else math_forward)(q, k, v, *masks)
+def _forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
+    run = cpu_forward if fits_cpu_kernel(q, k, v) else math_forward
+    return run(q, k, v, masking)
 
 
-def _backward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (cpu_backward if fits_cpu_kernel(q, k, v) else math_backward)(q, k, v, *rest)
+def _backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, masking: Masking) -> Grads:
+    run = cpu_backward if fits_cpu_kernel(q, k, v) else math_backward
+    return run(q, k, v, o, lse, do, masking)
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, kv_segments: Tensor | None = None, shift: Shift = None,
-    *, causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    masks = (segments, kv_segments, shift)
-    plain = torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
-    if plain and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, *masks, (causal, window, scale))
-    return _forward(q, k, v, *masks, causal, window, scale)
+def _masking(masks: tuple, options: dict[str, Any]) -> Masking:
+    """From a node's operands after the tensors, () or (segments, kv_segments) or (…, …, shift), and its options."""
+    return Masking(*(*masks, None, None, None)[:3], **options)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    masking = _masking(masks, options)
+    if differentiated(q, k, v) and not transformed():
+        return _Attention.apply(q, k, v, masking)
+    return _forward(q, k, v, masking)
 
 
 def _reference_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    segments: Tensor | None = None, kv_segments: Tensor | None = None, shift: Shift = None,
-    *, causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, o, lse, do))
-    run = math_backward if needs_graph else _backward
-    return run(q, k, v, o, lse, do, segments, kv_segments, shift, causal, window, scale)
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, *masks: Any, **options: Any
+) -> Grads:
+    run = math_backward if differentiated(q, k, v, o, lse, do) else _backward
+    return run(q, k, v, o, lse, do, _masking(masks, options))
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor | None, ...]:
@@ -86,18 +89,19 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tuple
     return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, s, h, dtype=lse_dtype)
 
 
-def _fake_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Grads:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 _MASKS = {1: ["b s", "b t"], 0: []}
+_TIED = (("s", "t"), ("h", "k"))
 
 
 def _rule(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
     segments = _MASKS[len(shapes) > 3]
     text = ", ".join(["b s h e", "b t k e", "b t k f", *segments]) + " -> b s h f, b s h"
-    return rule(text, shapes, whole=frozenset("ef"), resolved=frozenset("tk"), local=attention_cp.forward)
+    return rule(text, shapes, whole=frozenset("ef"), resolved=frozenset("tk"), tied=_TIED, local=attention_cp.forward)
 
 
 def _rule_bwd(node: Node) -> Rule:
@@ -111,6 +115,7 @@ def _rule_bwd(node: Node) -> Rule:
         shapes,
         whole=frozenset("ef"),
         resolved=frozenset("tk"),
+        tied=_TIED,
         linear=frozenset({5}),
         local=attention_cp.backward,
     )

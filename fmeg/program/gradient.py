@@ -223,7 +223,7 @@ def _backward(rec: Recorder, step: _Step, env: dict, cts: dict, on: set[int]) ->
 def _hint(rec: Recorder, g: torch.Tensor, primal: torch.Tensor) -> None:
     """Note on the node that makes a contribution which value it is a cotangent of."""
     producer = rec.value(g).node
-    if producer is not None and producer.phase == "B":
+    if producer is not None and producer.phase == "B" and producer.op is not MIRROR:
         hints = producer.tags.setdefault("hints", {})
         hints.setdefault(rec.value(g).index, rec.value(primal))
 

@@ -58,7 +58,7 @@ class Rule:
     declared    True when gathering a whole factor is part of the operation's meaning (strict mode lets it pass)
     local       local(info, *args, **kwargs) -> results, run on local tensors, may call fmeg.ops.collectives;
                 None: the operation itself on the local tensors
-    zero        operands (by index) that may be a pending sum if zero-padded is free … reserved
+    tied        groups of factors of different operands that one mesh axis may shard together (queries and keys)
     """
 
     ins: tuple[Dims, ...]
@@ -71,6 +71,7 @@ class Rule:
     prefer: dict[str, str] = field(default_factory=dict)
     declared: bool = False
     local: Callable[..., Any] | None = None
+    tied: tuple[tuple[str, ...], ...] = ()
 
     def contracted(self) -> set[str]:
         """Factors of the operands that no result has."""

@@ -86,3 +86,14 @@ class ShardMap:
     out_specs: tuple[Any, ...]
     axis_sizes: dict[str, int]
     name: str = "shard_map"
+
+
+@dataclass(eq=False)
+class SplitRows:
+    """[B, …] -> [steps, B/steps, …]: the microbatches of a batch. The edge of `jit` places batches so that this is free."""
+
+    steps: int
+    name: str = "split_rows"
+
+    def __call__(self, x: Any) -> Any:
+        return x.reshape(self.steps, x.shape[0] // self.steps, *x.shape[1:])

@@ -1,0 +1,46 @@
+"""Structured operations of local Programs: what the executor loops over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fmeg.program.ir import Program
+
+
+@dataclass(eq=False)
+class LocalScan:
+    """body: carries, xs slices, consts -> carries, ys slices, residuals. Node results: carries, stacked ys, and, where
+    `keeps` is true, one handle that holds every step's residuals until the backward pass."""
+
+    body: Program
+    length: int
+    n_carry: int
+    n_xs: int
+    n_ys: int
+    keeps: bool = False
+    name: str = "scan"
+
+
+@dataclass(eq=False)
+class LocalScanBackward:
+    """body: cotangents of carries, of ys slices, residuals, xs slices, consts -> cotangents of carries, xs slices, consts.
+    Node args: (ct_carries, ct_ys, handle, xs, consts). Steps run last to first; each step's residuals are dropped on use."""
+
+    body: Program
+    length: int
+    n_carry: int
+    n_ys: int
+    n_residuals: int
+    n_xs: int
+    n_ct_xs: int
+    name: str = "scan_backward"
+
+
+@dataclass(eq=False)
+class LocalAccumulate:
+    """body: inputs as `batched` says, sliced along dimension 0 for each of `steps` microbatches; every result is summed."""
+
+    body: Program
+    steps: int
+    batched: tuple[bool, ...]
+    name: str = "accumulate"

@@ -1,0 +1,220 @@
+"""What the backward pass keeps and what it does again, chosen on local Programs by local bytes.
+
+    inside a remat region   nothing is kept but what the policy names
+    all_gather              its (smaller) input is kept and gathered again; a parameter's shard is there anyway
+    cheap operations        done again when all they need is kept or free
+    everything else         kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmeg.ops.collectives import ALL_GATHER, AXIS_INDEX, Collective
+from fmeg.ops.remat import Policy
+from fmeg.ops.shard import name_p
+from fmeg.program.ir import Node, Program, Value, map_values, values_in
+from fmeg.program.passes import dce
+from fmeg.program.primitive import Primitive
+from fmeg.program.recorder import constant
+from fmeg.sharding.coalesce import coalesce
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+_PRODUCT_NAMES = {"einsum", "attention", "attention_fwd"}
+
+
+def _is_cheap(node: Node) -> bool:
+    op = node.op
+    if op is constant or op is AXIS_INDEX:
+        return True
+    if isinstance(op, Collective):
+        return op.name == "local_slice"
+    if isinstance(op, Primitive):
+        return op.cheap
+    if isinstance(op, torch._ops.OpOverload):
+        return torch.Tag.pointwise in op.tags or not node.operands() or _is_view(op) or op is aten._to_copy.default
+    return False
+
+
+def _is_view(op: Any) -> bool:
+    return any(r.alias_info is not None for r in op._schema.returns) or op is aten._unsafe_view.default
+
+
+def _forced(node: Node) -> bool:
+    region = node.tags.get("remat")
+    if region is None:
+        return False
+    policy: Policy = region[1]
+    if policy.kind == "names":
+        return not (node.op is name_p and node.args[1] in policy.names)
+    if policy.kind == "dots":
+        return not (node.op in _PRODUCTS or (isinstance(node.op, Primitive) and node.op.name in _PRODUCT_NAMES))
+    return True
+
+
+def _is_structured(node: Node) -> bool:
+    return any(isinstance(getattr(node.op, f, None), Program) for f in ("body",))
+
+
+def _grows(node: Node) -> bool:
+    return node.op is ALL_GATHER and sum(o.type.nbytes for o in node.outs) > sum(v.type.nbytes for v in node.operands())
+
+
+@dataclass
+class _Choice:
+    """Decides for each forward value whether it is kept (`saved`) or its producer redone."""
+
+    inputs: set[int]
+    saved: dict[int, Value] = field(default_factory=dict)
+    redone: set[int] = field(default_factory=set)  # ids of nodes
+
+    def need(self, v: Value) -> None:
+        """First round: everything but the cheap operations outside remat regions."""
+        if id(v) in self.inputs or id(v) in self.saved:
+            return
+        node = v.node
+        assert node is not None
+        if id(node) in self.redone:
+            return
+        if not _is_structured(node) and (_forced(node) or _grows(node) or not node.operands()):
+            self.redone.add(id(node))
+            for u in node.operands():
+                self.need(u)
+        elif not _is_cheap(node):
+            self.saved[id(v)] = v
+
+    def available(self, v: Value) -> bool:
+        """Kept, free, or made by cheap operations from such."""
+        if id(v) in self.inputs or id(v) in self.saved:
+            return True
+        node = v.node
+        assert node is not None
+        if id(node) in self.redone:
+            return True
+        return _is_cheap(node) and all(self.available(u) for u in node.operands())
+
+    def settle(self, v: Value) -> None:
+        """Second round, for cheap operations: redo what is available, keep the rest."""
+        if id(v) in self.inputs or id(v) in self.saved:
+            return
+        node = v.node
+        assert node is not None
+        if id(node) in self.redone:
+            return
+        if all(self.available(u) for u in node.operands()):
+            self.redone.add(id(node))
+            for u in node.operands():
+                self.settle(u)
+        else:
+            self.saved[id(v)] = v
+
+
+def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
+    """`free`: inputs that the backward pass has anyway."""
+    choice = _Choice({id(v) for v in free})
+    wanted: dict[int, Value] = {}
+    forward = {id(n) for n in joint.nodes if n.phase == "F"}
+    inputs = {id(v): v for v in joint.inputs}
+
+    def visit(v: Value) -> None:
+        if id(v) in inputs or (v.node is not None and id(v.node) in forward):
+            wanted.setdefault(id(v), v)
+
+    for n in joint.nodes:
+        if n.phase == "B":
+            for v in n.operands():
+                visit(v)
+    for v in wanted.values():
+        if v.node is None:
+            if id(v) not in choice.inputs:
+                choice.saved[id(v)] = v
+        else:
+            choice.need(v)
+    pending = [*wanted.values()]
+    pending += [u for n in joint.nodes if id(n) in choice.redone for u in n.operands()]
+    for v in pending:
+        if v.node is None:
+            if id(v) not in choice.inputs:
+                choice.saved[id(v)] = v
+        else:
+            choice.settle(v)
+    # settling may itself have redone nodes whose inputs are program inputs that are not free
+    for n in joint.nodes:
+        if id(n) in choice.redone:
+            for u in n.operands():
+                if u.node is None and id(u) not in choice.inputs:
+                    choice.saved[id(u)] = u
+    return choice
+
+
+def _rewrite(joint: Program, choice: _Choice, swap: dict[int, Value]) -> list[Node]:
+    """Backward nodes with redone operations cloned before their first use; `swap` maps kept values."""
+
+    def bring(v: Value, out: list[Node]) -> Value:
+        if id(v) in swap:
+            return swap[id(v)]
+        node = v.node
+        if node is None or id(node) not in choice.redone:
+            return v
+        operands = {id(u): bring(u, out) for u in node.operands()}
+        args, kwargs = map_values(lambda u: operands[id(u)], (node.args, node.kwargs))
+        clone = Node(node.op, args, kwargs, source=node.source, phase="B", tags={**node.tags, "again": True})
+        clone.outs = tuple(Value(o.type, clone, i, placement=o.placement) for i, o in enumerate(node.outs))
+        out.append(clone)
+        for o, c in zip(node.outs, clone.outs, strict=True):
+            swap[id(o)] = c
+        return swap[id(v)]
+
+    nodes: list[Node] = []
+    for node in joint.nodes:
+        if node.phase != "B":
+            continue
+        mapped = {id(v): bring(v, nodes) for v in node.operands()}
+        args, kwargs = map_values(lambda v, m=mapped: m[id(v)], (node.args, node.kwargs))
+        copy = Node(node.op, args, kwargs, source=node.source, phase="B", tags=node.tags)
+        copy.outs = tuple(Value(o.type, copy, i, placement=o.placement) for i, o in enumerate(node.outs))
+        for o, c in zip(node.outs, copy.outs, strict=True):
+            swap[id(o)] = c
+        nodes.append(copy)
+    return nodes
+
+
+def rematerialise(joint: Program) -> Program:
+    """A joint Program in one piece: forward, then a backward that redoes what is not worth keeping."""
+    if not any(n.phase == "B" for n in joint.nodes):
+        return joint
+    choice = _choose(joint, joint.inputs)
+    swap: dict[int, Value] = {}
+    backward = _rewrite(joint, choice, swap)
+    outputs = tuple(swap.get(id(v), v) if isinstance(v, Value) and v.node is not None and v.node.phase == "B" else v for v in joint.outputs)
+    forward = [n for n in joint.nodes if n.phase == "F"]
+    return dce(Program(joint.inputs, [*forward, *backward], outputs, joint.names, joint.name))
+
+
+def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[Program, Program, int]:
+    """Cut the joint body of a scan: (forward, backward, number of residuals).
+
+    forward    inputs joint.inputs[:n_inputs] -> joint.outputs[:n_outputs], residuals
+    backward   inputs cotangents, residuals, then the forward inputs but the carries -> the rest of the outputs
+    """
+    free = joint.inputs[n_carry:]
+    choice = _choose(joint, free)
+    residuals = list(choice.saved.values())
+    stand_ins = [Value(v.type, name=f"residual{i}", placement=v.placement) for i, v in enumerate(residuals)]
+    swap = {id(v): s for v, s in zip(residuals, stand_ins, strict=True)}
+    backward_nodes = _rewrite(joint, choice, swap)
+    grads = joint.outputs[n_outputs:]
+    missing = [v for v in values_in(grads) if id(v) not in swap and v.node is not None and v.node.phase == "F"]
+    assert not missing, "a gradient of a scan body is a forward value"
+    outputs = tuple(swap.get(id(v), v) for v in grads)
+    extra = [v for v in joint.inputs[:n_carry] if any(o is v for o in outputs)]
+    assert not extra, "a gradient of a scan body is its carry"
+    forward = Program(joint.inputs[:n_inputs], [n for n in joint.nodes if n.phase == "F"], (*joint.outputs[:n_outputs], *residuals), name=joint.name)
+    inputs = (*joint.inputs[n_inputs:], *stand_ins, *joint.inputs[n_carry:n_inputs])
+    backward = Program(inputs, backward_nodes, outputs, name=f"{joint.name}.backward")
+    return coalesce(dce(forward)), coalesce(dce(backward)), len(residuals)

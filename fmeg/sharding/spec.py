@@ -1,0 +1,152 @@
+"""`P` and `Layout`: where dimensions live, by name.
+
+A *logical axis* says what a dimension is (`batch`, `heads`, …); a `Layout` maps logical axes to mesh axes, in three views:
+compute (activations, and parameters in use), `params` (parameters at rest) and `opt` (optimizer state). Each view inherits
+from the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from fmeg.program.errors import ShardingError
+
+Entry = str | tuple[str, ...] | None
+DimAxes = tuple[tuple[str, ...], ...]
+ATTENTION_KINDS = ("all_gather", "ring", "ulysses")
+
+
+class P(tuple):
+    """Partition spec: one entry a dimension, each a logical or mesh axis name, a tuple of names, or None.
+
+    >>> P("batch", None, ("cp", "tp"))
+    P('batch', None, ('cp', 'tp'))
+    """
+
+    def __new__(cls, *entries: Entry) -> P:
+        for e in entries:
+            names = () if e is None else (e,) if isinstance(e, str) else e
+            if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
+                raise ShardingError(f"P: an entry must be a name, a tuple of names or None, given {e!r}")
+        return super().__new__(cls, entries)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self))})"
+
+
+def _tuple(entry: Any, what: str) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, (tuple, list)) and all(isinstance(e, str) for e in entry):
+        return tuple(entry)
+    raise ShardingError(f"Layout: {what} must be a mesh axis name, a tuple of them or None, given {entry!r}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Logical axis -> mesh axes.
+
+    params     overrides for parameters at rest, `dict(embed="dp")` is ZeRO-3
+    opt        overrides for optimizer state, `dict(embed="dp")` alone is ZeRO-1
+    attention  how attention meets a sharded sequence: "all_gather" (of K and V), "ring" or "ulysses"
+    axes       the compute view
+
+    >>> Layout(batch="dp", heads="tp", params=dict(embed="dp")).view("params")["embed"]
+    ('dp',)
+    """
+
+    compute: tuple[tuple[str, tuple[str, ...]], ...]
+    params: tuple[tuple[str, tuple[str, ...]], ...]
+    opt: tuple[tuple[str, tuple[str, ...]], ...]
+    attention: str
+
+    def __init__(self, *, params: Mapping[str, Entry] | None = None, opt: Mapping[str, Entry] | None = None, attention: str = "all_gather", **axes: Entry):
+        if attention not in ATTENTION_KINDS:
+            raise ShardingError(f"Layout: attention must be one of {', '.join(ATTENTION_KINDS)}, given {attention!r}")
+        for field, table in (("compute", axes), ("params", params or {}), ("opt", opt or {})):
+            object.__setattr__(self, field, tuple((k, _tuple(v, k)) for k, v in table.items()))
+        object.__setattr__(self, "attention", attention)
+
+    def view(self, name: str) -> dict[str, tuple[str, ...]]:
+        """The table of a view: "compute", "params" or "opt"."""
+        table = dict(self.compute)
+        if name in ("params", "opt"):
+            table.update(self.params)
+        if name == "opt":
+            table.update(self.opt)
+        return table
+
+    def names(self) -> set[str]:
+        """All logical axes that the layout mentions."""
+        return {k for t in (self.compute, self.params, self.opt) for k, _ in t}
+
+    def mesh_axes(self) -> set[str]:
+        """All mesh axes that the layout mentions."""
+        return {a for t in (self.compute, self.params, self.opt) for _, axes in t for a in axes}
+
+    def options(self) -> dict[str, Any]:
+        """What sharding rules may ask by `info.option`."""
+        return {"attention": self.attention}
+
+    def __repr__(self) -> str:
+        parts = [f"{k}={_show(v)}" for k, v in self.compute]
+        for name in ("params", "opt"):
+            if table := getattr(self, name):
+                parts.append(f"{name}=dict({', '.join(f'{k}={_show(v)}' for k, v in table)})")
+        if self.attention != "all_gather":
+            parts.append(f"attention={self.attention!r}")
+        return f"Layout({', '.join(parts)})"
+
+    def check(self, mesh_axes: Iterable[str], declared: Iterable[str] | None) -> None:
+        """Raise ShardingError if the layout names a mesh axis or a logical axis that does not exist."""
+        have = list(mesh_axes)
+        for axis in sorted(self.mesh_axes() - set(have)):
+            raise ShardingError(f"Layout names the mesh axis {axis!r}, but the mesh has {_list(have)}; add {axis}= to the Mesh or take it out of the layout")
+        if declared is None:
+            return
+        known = set(declared)
+        for name in sorted(self.names() - known):
+            close = get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ShardingError(f"Layout names the logical axis {name!r}, which nobody declared{hint} Declared are {_list(sorted(known))}")
+
+
+def _show(axes: tuple[str, ...]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def resolve(spec: Sequence[Entry], table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], what: str = "spec") -> DimAxes:
+    """Mesh axes of each dimension of `spec` under a view's table; axes of size 1 are dropped.
+
+    >>> resolve(P("batch", None), {"batch": ("dp",)}, {"dp": 2})
+    (('dp',), ())
+    """
+    out, seen = [], set()
+    for entry in spec:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        axes = tuple(a for n in names for a in (table[n] if n in table else (n,) if n in sizes else ()))
+        axes = tuple(a for a in axes if sizes[a] > 1)
+        for a in axes:
+            if a in seen:
+                raise ShardingError(f"{what}: {tuple(spec)} puts two dimensions (or one twice) on the mesh axis {a!r}; a mesh axis can shard one dimension of a tensor")
+            seen.add(a)
+        out.append(axes)
+    return tuple(out)
+
+
+def logical_names(text: str) -> tuple[str | None, ...]:
+    """Names in a declaration such as `"layers embed heads head_dim"`; `_` stands for None.
+
+    >>> logical_names("batch _")
+    ('batch', None)
+    """
+    return tuple(None if n == "_" else n for n in text.split())

@@ -1,0 +1,7 @@
+"""Training steps: the loss and its gradient, the state, and the function that runs on a mesh."""
+
+from fmeg.step.grad import value_and_grad
+from fmeg.step.jit import Jitted, Lowered, jit
+from fmeg.step.state import Axes, TrainState
+
+__all__ = ["Axes", "Jitted", "Lowered", "TrainState", "jit", "value_and_grad"]

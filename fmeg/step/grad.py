@@ -1,0 +1,265 @@
+"""`value_and_grad`: the loss Σ sums / Σ counts over the whole global batch, and its gradient, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmeg import tree
+from fmeg.program import recorder
+from fmeg.program.errors import ShardingError, TraceError
+from fmeg.program.gradient import active_values, differentiate
+from fmeg.program.ir import Program, TensorType, Value
+from fmeg.program.passes import ancestors
+from fmeg.program.recorder import Recorder
+from fmeg.program.structured import Accumulate, SplitRows
+from fmeg.program.trace import record_flat
+
+LossFn = Callable[..., Any]
+CONTRACT = (
+    "a loss function must return (sum of losses, count), or ((sum, count), aux), or a list of (sum, count) pairs, or (list of pairs, aux), where sums and counts are "
+    "0-d tensors (a count may be a number) and aux is a dict of 0-d sums; division happens once, over the whole batch"
+)
+
+
+@dataclass(frozen=True)
+class _Result:
+    sums: list[torch.Tensor]
+    counts: list[Any]
+    aux: dict[str, Any]
+
+
+def _parse(out: Any, name: str) -> _Result:
+    def is_pair(x: Any) -> bool:
+        return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], torch.Tensor)
+
+    aux: dict[str, Any] = {}
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
+        out, aux = out
+    pairs = [out] if is_pair(out) else list(out) if isinstance(out, (list, tuple)) else []
+    if not pairs or not all(is_pair(p) for p in pairs):
+        raise TraceError(f"{name}: {CONTRACT}; given {type(out).__name__}")
+    for s, c in pairs:
+        if s.ndim or not s.dtype.is_floating_point:
+            raise TraceError(f"{name}: {CONTRACT}; the sum is {TensorType.of(s)}")
+        if isinstance(c, torch.Tensor) and c.ndim:
+            raise TraceError(f"{name}: {CONTRACT}; the count is {TensorType.of(c)}")
+    return _Result([s for s, _ in pairs], [c for _, c in pairs], aux)
+
+
+def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., Any]:
+    """Loss and gradient of `loss_fn(params, batch, *rest)` by `params`.
+
+        loss = Σ_j sum_j / Σ_j count_j,        grads = d loss / d params
+
+    over microbatches j of the *global* batch: every tensor of `batch` with a dimension is cut along its first one, rows
+    j·B/M … (j+1)·B/M; `rest` is passed whole. Returns a function `(params, batch, *rest) -> ((loss, aux), grads)`, with
+    `aux["count"]` and the sums of the loss function's own aux.
+
+    Eager, it is `torch.autograd.grad` over detached leaves; traced (under `fmeg.jit`), a node that is differentiated
+    first and partitioned after. Under an outer `torch.func` transform it stays differentiable.
+
+    >>> import torch
+    >>> f = value_and_grad(lambda p, x: ((p * x).sum(), x.numel()))
+    >>> (loss, aux), grad = f(torch.tensor(3.0), torch.tensor([1.0, 2.0]))
+    >>> loss.item(), grad.item()
+    (4.5, 1.5)
+    """
+    if microbatches < 1:
+        raise ShardingError(f"value_and_grad: microbatches must be at least 1, given {microbatches}")
+    counters: dict[Any, Program] = {}
+
+    def run(params: Any, batch: Any, *rest: Any) -> Any:
+        rec = recorder.active()
+        if rec is not None and torch._C._functorch.peek_interpreter_stack() is None:
+            return _traced(rec, loss_fn, microbatches, params, batch, rest)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return _transformed(loss_fn, microbatches, params, batch, rest)
+        return _eager(loss_fn, microbatches, params, batch, rest, counters)
+
+    return run
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _rows(batch: Any, steps: int, name: str) -> None:
+    for path, x in zip(tree.paths(batch), tree.leaves(batch), strict=True):
+        if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] % steps:
+            raise ShardingError(
+                f"value_and_grad({name}): {steps} microbatches do not divide the {x.shape[0]} rows of batch{'.' + path if path else ''}, shape "
+                f"{tuple(x.shape)}; choose a divisor of {x.shape[0]}, or pad the batch (with a loss mask of zeros)"
+            )
+
+
+def _part(batch: Any, j: int, steps: int) -> Any:
+    if steps == 1:
+        return batch
+    return tree.map(lambda x: x.unflatten(0, (steps, -1))[j] if isinstance(x, torch.Tensor) and x.ndim else x, batch)
+
+
+# -- eager ------------------------------------------------------------------------------------------------------------
+def _eager(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, counters: dict) -> Any:
+    _rows(batch, steps, _name(loss_fn))
+    leaves, treedef = tree.flatten(params)
+    floats = [i for i, p in enumerate(leaves) if isinstance(p, torch.Tensor) and p.is_floating_point()]
+    known = _count_first(loss_fn, steps, params, batch, rest, counters) if steps > 1 else None
+    grads: list[torch.Tensor | None] = [None] * len(floats)
+    sums: list[torch.Tensor] | None = None
+    aux: dict[str, Any] | None = None
+    inverse: list[torch.Tensor] = []
+    counts: list[torch.Tensor] = []
+    for j in range(steps):
+        active = [p.detach() if isinstance(p, torch.Tensor) else p for p in leaves]
+        for i in floats:
+            active[i].requires_grad_(True)
+        with torch.enable_grad():
+            r = _parse(loss_fn(tree.unflatten(treedef, active), _part(batch, j, steps), *rest), _name(loss_fn))
+        if not counts:
+            counts = known or [torch.as_tensor(c, dtype=s.dtype, device=s.device).detach() for s, c in zip(r.sums, r.counts, strict=True)]
+            inverse = [torch.reciprocal(c.to(s.dtype)) for s, c in zip(r.sums, counts, strict=True)]
+        got = torch.autograd.grad(r.sums, [active[i] for i in floats], inverse, allow_unused=True)
+        grads = [g if s is None else s if g is None else s + g for s, g in zip(grads, got, strict=True)]
+        now = [s.detach() for s in r.sums]
+        sums = now if sums is None else [a + b for a, b in zip(sums, now, strict=True)]
+        new_aux = tree.map(lambda t: t.detach(), r.aux)
+        aux = new_aux if aux is None else tree.map(torch.add, aux, new_aux)
+    full: list[Any] = [None] * len(leaves)
+    for i, g in zip(floats, grads, strict=True):
+        full[i] = g if g is not None else torch.zeros_like(leaves[i])
+    assert sums is not None
+    loss = tree.sum([s * i for s, i in zip(sums, inverse, strict=True)])
+    return (loss, {"count": counts[0], **(aux or {})}), tree.unflatten(treedef, full)
+
+
+def _count_first(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, counters: dict) -> list[torch.Tensor]:
+    """Counts of all microbatches, by the slice of the loss that computes them: needed before the first backward pass."""
+    from fmeg.mesh import Mesh
+    from fmeg.sharding.execute import Executable
+
+    parts = [_part(batch, j, steps) for j in range(steps)]
+    leaves = [x for x in tree.leaves((params, parts[0], rest)) if isinstance(x, torch.Tensor)]
+    key = (tree.structure((params, batch)), *(TensorType.of(x) for x in leaves), *(x for x in tree.leaves(rest) if not isinstance(x, torch.Tensor)))
+    if key not in counters:
+        program, _ = _loss_program(None, loss_fn, params, parts[0], rest)
+        counters[key] = _count_program(program, len([p for p in tree.leaves(params) if isinstance(p, torch.Tensor)]), _name(loss_fn))
+    run = Executable(counters[key], Mesh().backend())
+    totals: list[Any] | None = None
+    for p in parts:
+        values = [x for x in tree.leaves((params, p, rest)) if isinstance(x, torch.Tensor)]
+        got = run(values)
+        totals = got if totals is None else [a + b for a, b in zip(totals, got, strict=True)]
+    assert totals is not None
+    return [torch.as_tensor(t) for t in totals]
+
+
+def _transformed(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple) -> Any:
+    """Under an outer torch.func transform: torch.func.vjp, differentiable again."""
+    _rows(batch, steps, _name(loss_fn))
+
+    def whole(p: Any) -> tuple[torch.Tensor, Any]:
+        results = [_parse(loss_fn(p, _part(batch, j, steps), *rest), _name(loss_fn)) for j in range(steps)]
+        sums = [tree.sum([r.sums[i] for r in results]) for i in range(len(results[0].sums))]
+        counts = [tree.sum([torch.as_tensor(r.counts[i]) for r in results]).to(s.dtype) for i, s in enumerate(sums)]
+        aux = tree.map(lambda *t: tree.sum(list(t)), *(r.aux for r in results))
+        return tree.sum([s * torch.reciprocal(c) for s, c in zip(sums, counts, strict=True)]), {"count": counts[0], **aux}
+
+    grads, (loss, aux) = torch.func.grad(lambda p: (lambda out: (out[0], out))(whole(p)), has_aux=True)(params)
+    return (loss, aux), grads
+
+
+# -- traced -----------------------------------------------------------------------------------------------------------
+def _loss_program(rec: Recorder | None, loss_fn: LossFn, params: Any, batch: Any, rest: tuple) -> tuple[Program, dict]:
+    """The loss as a Program with outputs (sums…, counts…, aux…); info says how many of each, and what was captured."""
+    leaves, treedef = tree.flatten((params, batch, rest))
+    dynamic = [isinstance(x, torch.Tensor) for x in leaves]
+    info: dict[str, Any] = {}
+
+    def flat(*fakes: torch.Tensor) -> list[Any]:
+        it = iter(fakes)
+        full = [next(it) if d else x for x, d in zip(leaves, dynamic, strict=True)]
+        r = _parse(loss_fn(*_unpack(tree.unflatten(treedef, full))), _name(loss_fn))
+        counts = [c if isinstance(c, torch.Tensor) else torch.full((), float(c), dtype=s.dtype) for s, c in zip(r.sums, r.counts, strict=True)]
+        aux_leaves, info["aux_tree"] = tree.flatten(r.aux)
+        info["n"] = len(r.sums)
+        return [*r.sums, *(c.to(s.dtype) for s, c in zip(r.sums, counts, strict=True)), *aux_leaves]
+
+    paths = tree.paths((params, batch, rest))
+    names = [p for p, d in zip(paths, dynamic, strict=True) if d]
+    inner, outs = record_flat(flat, [TensorType.of(x) for x, d in zip(leaves, dynamic, strict=True) if d], names, parent=rec, name=_name(loss_fn))
+    info["captured"] = [t for t, _ in inner.captured]
+    program = inner.program(outs, names)
+    program.check()
+    return program, info
+
+
+def _unpack(t: tuple) -> tuple:
+    params, batch, rest = t
+    return (params, batch, *rest)
+
+
+def _count_program(program: Program, n_params: int, name: str, n: int | None = None) -> Program:
+    """The slice of the loss that computes the counts; it must not depend on parameters."""
+    n = n if n is not None else sum(1 for _ in program.outputs) // 2
+    counts = program.outputs[n : 2 * n]
+    on = active_values(program, range(n_params))
+    for c in counts:
+        if isinstance(c, Value) and id(c) in on:
+            raise TraceError(f"{name}: the count depends on the parameters; it must be a property of the batch (a number of tokens), since it is needed before the first backward pass")
+    return Program(program.inputs, ancestors(program, list(counts)), tuple(counts), program.names, f"{name}.count")
+
+
+def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple) -> Any:
+    name = _name(loss_fn)
+    _rows(batch, steps, name)
+    p_leaves, p_tree = tree.flatten(params)
+    b_leaves = [x for x in tree.leaves(batch) if isinstance(x, torch.Tensor)]
+    r_leaves = [x for x in tree.leaves(rest) if isinstance(x, torch.Tensor)]
+    p_tensors = [p for p in p_leaves if isinstance(p, torch.Tensor)]
+    part = tree.map(lambda x: _row_type(x, steps), batch) if steps > 1 else batch
+    with rec.pause():
+        sample = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, TensorType) else x, part)
+    program, info = _loss_program(rec, loss_fn, params, sample, rest)
+    n = info["n"]
+    split = [steps > 1 and x.ndim > 0 for x in b_leaves]
+    b_values = [_split_rows(rec, x, steps) if s else rec.value(x) for x, s in zip(b_leaves, split, strict=True)]
+    args = [*map(rec.value, p_tensors), *b_values, *map(rec.value, r_leaves), *map(rec.value, info["captured"])]
+    batched = (*(False for _ in p_tensors), *split, *(False for _ in [*r_leaves, *info["captured"]]))
+
+    counter = _count_program(program, len(p_tensors), name, n)
+    counts = _emit(rec, Accumulate(counter, steps, batched), args, [v.type for v in counter.outputs])
+    inverse = [torch.reciprocal(c) for c in counts]
+
+    sums_only = Program(program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name)
+    wrt = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
+    joint = differentiate(sums_only, wrt, list(range(n)))
+    n_aux = len(sums_only.outputs) - n
+    grads_at = {n + n_aux + k: i for k, i in enumerate(wrt)}
+    op = Accumulate(joint, steps, (*batched, *(False for _ in inverse)), grads_at, True)
+    outs = _emit(rec, op, [*args, *map(rec.value, inverse)], [v.type for v in joint.outputs])
+    loss = tree.sum([s * i for s, i in zip(outs[:n], inverse, strict=True)])
+    aux = tree.unflatten(info["aux_tree"], outs[n : n + n_aux])
+    by_index = dict(zip(wrt, outs[n + n_aux :], strict=True))
+    it = iter(range(len(p_tensors)))
+    grads = [by_index.get(next(it)) if isinstance(p, torch.Tensor) else None for p in p_leaves]
+    return (loss, {"count": counts[0], **aux}), tree.unflatten(p_tree, grads)
+
+
+def _row_type(x: Any, steps: int) -> Any:
+    if not (isinstance(x, torch.Tensor) and x.ndim):
+        return x
+    return TensorType((x.shape[0] // steps, *x.shape[1:]), x.dtype)
+
+
+def _split_rows(rec: Recorder, x: torch.Tensor, steps: int) -> Value:
+    t = TensorType((steps, x.shape[0] // steps, *x.shape[1:]), x.dtype)
+    return rec.emit(SplitRows(steps), (rec.value(x),), {}, (t,))[0]
+
+
+def _emit(rec: Recorder, op: Any, args: Sequence[Value], types: Sequence[TensorType]) -> list[torch.Tensor]:
+    values = rec.emit(op, tuple(args), {}, types)
+    return [rec.bind(rec.fake_like(v.type), v) for v in values]

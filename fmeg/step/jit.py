@@ -1,0 +1,322 @@
+"""`jit`: a function on global tensors, run on a mesh under a layout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmeg import tree
+from fmeg.mesh import Mesh
+from fmeg.ops.collectives import ALL_REDUCE
+from fmeg.program.errors import ShardingError
+from fmeg.program.ir import Program, TensorType, Value
+from fmeg.program.structured import Accumulate, SplitRows
+from fmeg.program.trace import Traced, trace, type_of
+from fmeg.sharding.array import Array
+from fmeg.sharding.coalesce import coalesce_where
+from fmeg.sharding.execute import Executable
+from fmeg.sharding.partition import Context, Partitioner
+from fmeg.sharding.spec import Layout, resolve
+from fmeg.sharding.value import Placed, Placement, count
+from fmeg.step.state import Axes, TrainState
+
+BATCH_AXES = ("batch", "seq")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor at the edge: its path, type, role ("params", "opt" or "data") and logical axes."""
+
+    path: str
+    type: TensorType
+    role: str
+    axes: tuple[str | None, ...]
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A function traced and partitioned for a mesh and a layout; nothing has run."""
+
+    name: str
+    mesh: Mesh
+    layout: Layout
+    traced: Traced
+    program: Program
+    inputs: list[Placement]
+    outputs: list[Placement | None]
+    blocks: list[int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def compile(self) -> Compiled:
+        """Ready to run on the mesh's backend."""
+        return Compiled(self, Executable(self.program, self.mesh.backend()))
+
+    def explain(self) -> Any:
+        """Every collective: kind, axes, bytes, count, source line and reason. A table with `_repr_html_`."""
+        from fmeg.sharding.explain import explain
+
+        return explain(self.program, self.mesh)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A runnable step."""
+
+    lowered: Lowered
+    executable: Executable
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        low = self.lowered
+        values = [_place(x, p, low.mesh, b) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)]
+        with torch.no_grad():
+            outs = self.executable(values)
+        results = []
+        for got, placement, v in zip(outs, low.outputs, low.traced.program.outputs, strict=True):
+            if placement is None:
+                results.append(got)
+            else:
+                results.append(Array(got, v.type.shape, v.type.dtype, _entries(placement), low.mesh))
+        return tree.unflatten(low.traced.out_tree, results)
+
+
+def _entries(p: Placement) -> tuple[tuple[str, ...], ...]:
+    return p.dims
+
+
+def _place(x: Any, p: Placement, mesh: Mesh, blocks: int) -> Any:
+    """A leaf as a backend value in its placement."""
+    if isinstance(x, Array):
+        if x.mesh == mesh and x.spec == p.dims and blocks == 1:
+            return x.value
+        x = x.global_value()
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"jit: expected a tensor or an Array, given {type(x).__name__}")
+    dims = p.dims
+    if blocks > 1:
+        x, dims = x.unflatten(0, (blocks, -1)), ((), *dims)
+    return mesh.backend().scatter(x.detach(), dims)
+
+
+class Jitted:
+    """What `jit` returns: call it, or `.lower(*args)` to look before running."""
+
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, layout: Layout, axes: Mapping[str, Any], params: Sequence[str], out_axes: Any, strict: bool):
+        self.fn, self.mesh, self.layout, self.strict = fn, mesh, layout, strict
+        self.axes = {k: Axes.of(v) for k, v in axes.items()}
+        self.params, self.out_axes = tuple(params), out_axes
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        try:
+            self.arg_names = [p.name for p in inspect.signature(fn).parameters.values()]
+        except (TypeError, ValueError):
+            self.arg_names = []
+        for name in self.axes:
+            if self.arg_names and name not in self.arg_names:
+                raise ShardingError(f"jit({self.name}): axes are given for {name!r}, which is not a parameter; it has {', '.join(self.arg_names)}")
+        self._cache: dict[Any, Compiled] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, treedef = tree.flatten(args)
+        types = [type_of(x) for x in leaves]
+        key = (treedef, tuple(t if t is not None else ("static", x) for t, x in zip(types, leaves, strict=True)))
+        compiled = self._cache.get(key)
+        if compiled is None:
+            compiled = self._cache[key] = self.lower(*args).compile()
+        return compiled([x for x, t in zip(leaves, types, strict=True) if t is not None])
+
+    def lower(self, *args: Any) -> Lowered:
+        """Trace, differentiate and partition for these arguments (tensors, Arrays or TensorTypes)."""
+        edge = [leaf for i, a in enumerate(args) for leaf in self._leaves(a, self._arg_name(i))]
+        traced = trace(self.fn, *args)
+        return partition(self.name, traced, edge, self._out_edge(traced, args), self.mesh, self.layout, self.strict, self._declared(args, traced))
+
+    def _arg_name(self, i: int) -> str:
+        return self.arg_names[i] if i < len(self.arg_names) else f"args[{i}]"
+
+    def _leaves(self, arg: Any, name: str) -> list[Leaf]:
+        if isinstance(arg, TrainState):
+            return state_leaves(arg, name)
+        axes = self.axes.get(name)
+        out = []
+        role = "params" if name in self.params else "data"
+        for path, x in zip(tree.paths(arg), tree.leaves(arg), strict=True):
+            t = type_of(x)
+            if t is None:
+                continue
+            names = axes.lookup(path, len(t.shape)) if axes else None
+            if names is None and name == "batch" and axes is None:
+                names = (BATCH_AXES + (None,) * len(t.shape))[: len(t.shape)]
+            if names is None:
+                names = (None,) * len(t.shape)
+            out.append(Leaf(f"{name}.{path}" if path else name, t, role, names))
+        return out
+
+    def _declared(self, args: Sequence[Any], traced: Traced) -> set[str]:
+        names = set(traced.declared_axes)
+        for a in self.axes.values():
+            names |= a.names()
+        for i, a in enumerate(args):
+            if isinstance(a, TrainState):
+                names |= a.axes.names()
+            elif self._arg_name(i) == "batch" and "batch" not in self.axes:
+                names |= set(BATCH_AXES)
+        if self.out_axes is not None:
+            names |= Axes.of(self.out_axes).names()
+        out = tree.unflatten(traced.out_tree, traced.program.outputs)
+        for node in _states(out):
+            names |= node.axes.names()
+        return names
+
+    def _out_edge(self, traced: Traced, args: Sequence[Any]) -> list[Leaf | None]:
+        out = tree.unflatten(traced.out_tree, traced.program.outputs)
+        if self.out_axes is not None:
+            axes = Axes.of(self.out_axes)
+            return [
+                Leaf(p, v.type, "params", axes.lookup(p, v.ndim) or (None,) * v.ndim) if isinstance(v, Value) else None
+                for p, v in zip(tree.paths(out), tree.leaves(out), strict=True)
+            ]
+        found: dict[int, Leaf] = {}
+        for state in _states(out):
+            dynamic = [v for v in tree.leaves(state) if type_of(v) is not None]
+            found.update({id(v): leaf for v, leaf in zip(dynamic, state_leaves(state, "state"), strict=True)})
+        return [found.get(id(v)) for v in tree.leaves(out)]
+
+
+def _states(out: Any) -> list[TrainState]:
+    return [x for x in tree.leaves(out, is_leaf=lambda x: isinstance(x, TrainState)) if isinstance(x, TrainState)]
+
+
+def state_leaves(state: TrainState, name: str) -> list[Leaf]:
+    """The tensors of a TrainState in tree order, with their roles and axes."""
+    out = []
+    for path, x in zip(tree.paths(state), tree.leaves(state), strict=True):
+        t = type_of(x)
+        if t is None:
+            continue
+        head, _, rest = path.partition(".")
+        role = head if head in ("params", "opt") else "data"
+        names = state.axes.lookup(rest, len(t.shape)) if role != "data" else None
+        out.append(Leaf(f"{name}.{path}", t, role, names or (None,) * len(t.shape)))
+    return out
+
+
+def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: str) -> Placement:
+    """Placement of a leaf in a view. ShardingError in the style of JAX if a dimension does not divide."""
+    dims = resolve(leaf.axes, layout.view(view), sizes, f"{fn}: {leaf.path}")
+    for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
+        parts = count(axes, sizes)
+        if n % parts:
+            over = ", ".join(f"{a!r} (size {sizes[a]})" for a in axes)
+            raise ShardingError(
+                f"jit({fn}): {leaf.path} of type {leaf.type} has logical axes {leaf.axes}; the {view} view puts axis {leaf.axes[d]!r} (dimension {d}, of size {n}) on "
+                f"the mesh axis {over}, but {parts} does not evenly divide {n}. Change the mesh or the layout, or pad the dimension by an amount that does not depend on the layout"
+            )
+    return Placement(dims)
+
+
+_VIEW = {"params": "params", "opt": "opt", "data": "compute"}
+
+
+def partition(
+    name: str,
+    traced: Traced,
+    edge: Sequence[Leaf],
+    out_edge: Sequence[Leaf | None],
+    mesh: Mesh,
+    layout: Layout,
+    strict: bool,
+    declared: set[str] | None,
+) -> Lowered:
+    """Partition a traced function whose inputs and outputs have the given axes."""
+    layout.check(mesh.axes, declared)
+    sizes = {a: n for a, n in mesh.sizes.items() if n > 1}
+    ctx = Context(sizes, layout.view("compute"), layout.options(), strict, dict(mesh.sizes))
+    part = Partitioner(ctx, name)
+    program = traced.program
+    differentiated = any(isinstance(n.op, Accumulate) for n in program.nodes)
+    blocks = _blocks(program)
+    inputs, placements = [], []
+    for v, leaf, b in zip(program.inputs, edge, blocks, strict=True):
+        rows = leaf.type.shape[0] // b if b > 1 else 0
+        shown = Leaf(leaf.path, TensorType((rows, *leaf.type.shape[1:]), leaf.type.dtype), leaf.role, leaf.axes) if b > 1 else leaf
+        home = place(shown, layout, sizes, _VIEW[leaf.role], name)
+        placed = Placed(v.type, home, blocks=b)
+        if leaf.role == "params":
+            placed.in_use = place(leaf, layout, sizes, "compute", name)
+            placed.opt = place(leaf, layout, sizes, "opt", name)
+            if not differentiated:
+                placed.use, placed.weight = placed.in_use, True
+        local = part.input(v, placed)
+        if b > 1:
+            local.type = Placement(((), *home.dims)).local_type(TensorType((b, *shown.type.shape), v.type.dtype), sizes)
+        inputs.append(local)
+        placements.append(home)
+    part.run(program.nodes)
+    part.phase, part.source, part.tags = "B", "", {}
+    outs, out_placements = [], []
+    for v, wanted in zip(program.outputs, out_edge, strict=True):
+        if not isinstance(v, Value):
+            outs.append(v)
+            out_placements.append(None)
+            continue
+        p = part.placed(v)
+        target = place(wanted, layout, sizes, _VIEW[wanted.role], name) if wanted else p.home.whole()
+        outs.append(part.get(p, target, "output"))
+        out_placements.append(target)
+    local_program = part.finish(inputs, outs, program.names)
+    local_program = coalesce_where(local_program, _joinable)
+    return Lowered(name, mesh, layout, traced, local_program, placements, out_placements, blocks)
+
+
+def _joinable(node: Any) -> bool:
+    reason = node.tags.get("reason")
+    single = len(node.outs) == 1
+    return single and ((node.op is ALL_REDUCE and reason in ("gradient", "scalar", "output")) or (getattr(node.op, "name", "") == "reduce_scatter" and reason == "gradient"))
+
+
+def _blocks(program: Program) -> list[int]:
+    """For each input, into how many microbatches all its uses split it (1: not at all, or not all of them)."""
+    uses: dict[int, set[int]] = {id(v): set() for v in program.inputs}
+    for n in program.nodes:
+        for v in n.operands():
+            if id(v) in uses:
+                uses[id(v)].add(n.op.steps if isinstance(n.op, SplitRows) else 0)
+    outputs = {id(v) for v in program.outputs if isinstance(v, Value)}
+    return [next(iter(u)) if len(u := uses[id(v)]) == 1 and 0 not in u and id(v) not in outputs else 1 for v in program.inputs]
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    axes: Mapping[str, Any] | None = None,
+    params: Sequence[str] = ("params",),
+    out_axes: Any = None,
+    strict: bool = False,
+) -> Jitted:
+    """`fn` on a mesh: traced once per structure and shapes, differentiated, partitioned, run.
+
+    mesh      where it runs; None: one device
+    layout    which logical axis lives on which mesh axis; None: everything replicated
+    axes      logical axes of the arguments, by parameter name: trees of strings. A `TrainState` knows its own; an argument called
+              `batch` has ("batch", "seq", …) unless said otherwise; all else is replicated
+    params    which arguments are parameters (placed by the layout's `params=` view and moved when used)
+    out_axes  logical axes of the result (in the `params=` view), for functions that create parameters
+    strict    refuse movements that nobody asked for
+
+    Arguments are global tensors or Arrays; results are Arrays.
+
+    >>> import torch
+    >>> from fmeg.mesh import Mesh
+    >>> f = jit(lambda batch: (batch * 2).sum(), mesh=Mesh(dp=2), layout=Layout(batch="dp"))
+    >>> float(f(torch.ones(4, 3)))
+    24.0
+    """
+    return Jitted(fn, mesh if mesh is not None else Mesh(), layout if layout is not None else Layout(), axes or {}, params, out_axes, strict)
