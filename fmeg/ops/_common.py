@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +52,11 @@ def elements(node: Node) -> int:
     return node.operands()[0].type.numel
 
 
-def astuple(x: Any) -> tuple[Any, ...]:
-    """A result or a tuple of results, as a tuple."""
-    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+def transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is looking."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def differentiated(*tensors: Tensor) -> bool:
+    """Whether a derivative of a result may be asked for: kernels that have none must then be written out."""
+    return transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from fmeg.ops._common import check_float, check_shape, elements, pointwise_rule
+from fmeg.ops._common import check_float, check_shape, differentiated, elements, pointwise_rule
 from fmeg.program.primitive import Primitive
 
 aten = torch.ops.aten
@@ -18,7 +18,15 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _swiglu_bwd(gate: Tensor, up: Tensor, ct: Tensor) -> tuple[Tensor, Tensor]:
-    return aten.silu_backward(ct * up, gate), ct * F.silu(gate)
+    return _silu_backward(ct * up, gate), ct * F.silu(gate)
+
+
+def _silu_backward(ct: Tensor, x: Tensor) -> Tensor:
+    """ct s (1 + x (1 - s)) with s = sigmoid(x)."""
+    if differentiated(ct, x):
+        s = torch.sigmoid(x)
+        return ct * s * (1 + x * (1 - s))
+    return aten.silu_backward(ct, x)
 
 
 def _geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
@@ -45,7 +53,7 @@ swiglu_p = Primitive(
     flops=lambda node: 6 * elements(node),
     cheap=True,
 )
-swiglu_bwd_p = Primitive(
+swiglu_bwd_p: Primitive = Primitive(
     "swiglu_bwd",
     _swiglu_bwd,
     rule=lambda node: pointwise_rule(node, outs=2, linear=frozenset({2})),
@@ -60,7 +68,7 @@ geglu_p = Primitive(
     flops=lambda node: 10 * elements(node),
     cheap=True,
 )
-geglu_bwd_p = Primitive(
+geglu_bwd_p: Primitive = Primitive(
     "geglu_bwd",
     _geglu_bwd,
     rule=lambda node: pointwise_rule(node, outs=2, linear=frozenset({2})),
@@ -75,7 +83,7 @@ gelu_p = Primitive(
     flops=lambda node: 9 * elements(node),
     cheap=True,
 )
-gelu_bwd_p = Primitive(
+gelu_bwd_p: Primitive = Primitive(
     "gelu_bwd",
     _gelu_bwd,
     rule=lambda node: pointwise_rule(node, linear=frozenset({1})),

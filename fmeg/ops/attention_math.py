@@ -6,39 +6,42 @@ Shapes: q "b s h e", k "b t k e", v "b t k f", o "b s h f", lse "b s h". Query h
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmeg.ops._common import wide
+from fmeg.ops._common import transformed, wide
 from fmeg.program import recorder
 
 Shift = int | Tensor | None
+Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def visible(
-    q: Tensor,
-    k: Tensor,
-    segments: Tensor | None,
-    kv_segments: Tensor | None,
-    shift: Shift,
-    causal: bool,
-    window: int | None,
-) -> Tensor | None:
+class Masking(NamedTuple):
+    """What decides which keys a query sees, and the scale of products."""
+
+    segments: Tensor | None
+    kv_segments: Tensor | None
+    shift: Shift
+    causal: bool
+    window: int | None
+    scale: float
+
+
+def visible(q: Tensor, k: Tensor, m: Masking) -> Tensor | None:
     """The mask "1|b s t", true where a query sees a key; None when it sees all."""
     s, t = q.shape[1], k.shape[1]
     mask = None
-    if causal:
-        i = torch.arange(s, device=q.device)[:, None] + (t - s if shift is None else shift)
+    if m.causal:
+        i = torch.arange(s, device=q.device)[:, None] + (t - s if m.shift is None else m.shift)
         j = torch.arange(t, device=q.device)[None, :]
         mask = j <= i
-        if window is not None:
-            mask = mask & (j > i - window)
+        if m.window is not None:
+            mask = mask & (j > i - m.window)
         mask = mask[None]
-    if segments is not None:
-        assert kv_segments is not None
-        same = segments[:, :, None] == kv_segments[:, None, :]
+    if m.segments is not None and m.kv_segments is not None:
+        same = m.segments[:, :, None] == m.kv_segments[:, None, :]
         mask = same if mask is None else mask & same
     return mask
 
@@ -63,13 +66,10 @@ def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     return _grouped(x, kv_heads).permute(0, 2, 3, 1)
 
 
-def math_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, kv_segments: Tensor | None, shift: Shift,
-    causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def math_forward(q: Tensor, k: Tensor, v: Tensor, m: Masking) -> tuple[Tensor, Tensor]:
     """(o, lse) by the definition; rows that see nothing give 0 and -inf. lse carries no gradient."""
-    mask = visible(q, k, segments, kv_segments, shift, causal, window)
-    x = scores(wide(q), wide(k), mask, scale)
+    mask = visible(q, k, m)
+    x = scores(wide(q), wide(k), mask, m.scale)
     lse = torch.logsumexp(x.detach(), dim=-1)
     if mask is None:
         p = torch.softmax(x, dim=-1)
@@ -81,13 +81,12 @@ def math_forward(
 
 
 def math_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, segments: Tensor | None, kv_segments: Tensor | None,
-    shift: Shift, causal: bool, window: int | None, scale: float, dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, m: Masking, dlse: Tensor | None = None
+) -> Grads:
     """(dq, dk, dv). With p = exp(x - lse) and D = Σ_f o do: dx = p (do vᵀ - D), whatever part of the keys is given."""
     kv_heads = k.shape[2]
-    mask = visible(q, k, segments, kv_segments, shift, causal, window)
-    wq, wk, wv, wdo = wide(q) * scale, wide(k), wide(v), _grouped(wide(do), kv_heads)
+    mask = visible(q, k, m)
+    wq, wk, wv, wdo = wide(q) * m.scale, wide(k), wide(v), _grouped(wide(do), kv_heads)
     x = scores(wq, wk, mask, 1.0)
     p = torch.exp(x - _by_head(torch.where(lse == -torch.inf, 0.0, lse), kv_heads)[..., None])
     dv = torch.einsum("bkgst,bskgf->btkf", p, wdo)
@@ -96,7 +95,7 @@ def math_backward(
         delta = delta - dlse
     dp = torch.einsum("bskgf,btkf->bkgst", wdo, wv)
     dx = p * (dp - _by_head(delta, kv_heads)[..., None])
-    dq = torch.einsum("bkgst,btke->bskge", dx, wk).flatten(2, 3) * scale
+    dq = torch.einsum("bkgst,btke->bskge", dx, wk).flatten(2, 3) * m.scale
     dk = torch.einsum("bkgst,bskge->btke", dx, _grouped(wq, kv_heads))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -108,54 +107,39 @@ def fits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
         and min(q.numel(), k.numel()) > 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
+        and not transformed()
         and recorder.active() is None
     )
 
 
-def _cpu_arguments(
-    q: Tensor,
-    k: Tensor,
-    segments: Tensor | None,
-    kv_segments: Tensor | None,
-    shift: Shift,
-    causal: bool,
-    window: int | None,
-) -> tuple[dict[str, Any], Tensor | None]:
+def _cpu_arguments(q: Tensor, k: Tensor, m: Masking) -> tuple[dict[str, Any], Tensor | None]:
     """The kernel's mask arguments, and the rows "b|1 s 1" that see nothing (None when there can be none)."""
-    square = q.shape[1] == k.shape[1] and (shift is None or (isinstance(shift, int) and shift == 0))
-    if segments is None and window is None and (square or not causal):
-        return {"is_causal": causal}, None
-    mask = visible(q, k, segments, kv_segments, shift, causal, window)
+    square = q.shape[1] == k.shape[1] and (m.shift is None or (isinstance(m.shift, int) and m.shift == 0))
+    if m.segments is None and m.window is None and (square or not m.causal):
+        return {"is_causal": m.causal}, None
+    mask = visible(q, k, m)
     assert mask is not None
     bias = torch.zeros((), dtype=q.dtype).masked_fill(~mask[:, None], -torch.inf)
     return {"is_causal": False, "attn_mask": bias}, ~mask.any(-1, keepdim=True)
 
 
-def cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, kv_segments: Tensor | None, shift: Shift,
-    causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def cpu_forward(q: Tensor, k: Tensor, v: Tensor, m: Masking) -> tuple[Tensor, Tensor]:
     """As `math_forward`, by torch's flash kernel for CPUs."""
-    masks, empty = _cpu_arguments(q, k, segments, kv_segments, shift, causal, window)
+    masks, empty = _cpu_arguments(q, k, m)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    o, lse = kernel(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale, **masks)
+    o, lse = kernel(*(x.transpose(1, 2) for x in (q, k, v)), scale=m.scale, **masks)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)
     if empty is not None:
         o, lse = o.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
     return o, lse
 
 
-def cpu_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, segments: Tensor | None, kv_segments: Tensor | None,
-    shift: Shift, causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def cpu_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, m: Masking) -> Grads:
     """As `math_backward`, by torch's flash kernel for CPUs."""
-    masks, _ = _cpu_arguments(q, k, segments, kv_segments, shift, causal, window)
+    masks, _ = _cpu_arguments(q, k, m)
     is_causal = masks.pop("is_causal")
     lse = torch.where(lse == -torch.inf, 0.0, lse)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     heads_first = [x.transpose(1, 2) for x in (do, q, k, v, o, lse)]
-    dq, dk, dv = kernel(*heads_first, 0.0, is_causal, scale=scale, **masks)
+    dq, dk, dv = kernel(*heads_first, 0.0, is_causal, scale=m.scale, **masks)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

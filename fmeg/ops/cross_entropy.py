@@ -38,7 +38,7 @@ def _reference_bwd(
     logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: int | Tensor = 0,
     *, z_loss: float, label_smoothing: float, vocab: int,
 ) -> Tensor:  # fmt: skip
-    """ct ((1 + 2 z lse) p - (1 - ε) onehot - ε / vocab) on columns that begin at global class `offset`; 0 on padding."""
+    """ct ((1 + 2 z lse) p - (1 - ε) onehot - ε / vocab), 0 on padding; the columns begin at global class `offset`."""
     classes = torch.arange(logits.shape[-1], device=logits.device) + offset
     ct, lse = ct.unsqueeze(-1), lse.unsqueeze(-1)
     dlse = ct if not z_loss else ct * (1 + 2 * z_loss * lse)
@@ -53,7 +53,7 @@ def _reference_bwd(
 def _local(
     info: Local, logits: Tensor, targets: Tensor, *, z_loss: float, label_smoothing: float, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Over a vocabulary shard: one max and one sum over the axes of v, of numbers a token; logits stay where they are."""
+    """Over a vocabulary shard: a max and a sum over the axes of v, of a few numbers a token; logits do not move."""
     axes = info.axes("v")
     if not axes:
         return cross_entropy_p(logits, targets, z_loss=z_loss, label_smoothing=label_smoothing, vocab=vocab)

@@ -66,12 +66,14 @@ def _sizes(equation: str, shapes: list[tuple[int, ...]]) -> dict[str, int]:
     for i, (names, shape) in enumerate(zip(ins, shapes, strict=True)):
         if len(names) != len(shape):
             raise ValueError(
-                f"einsum: operand {i} of {equation!r} must have dimensions '{' '.join(names)}', given shape {tuple(shape)}"
+                f"einsum: operand {i} of {equation!r} must have dimensions '{' '.join(names)}', "
+                f"given shape {tuple(shape)}"
             )
         for n, size in zip(names, shape, strict=True):
             if sizes.setdefault(n, size) != size:
                 raise ValueError(
-                    f"einsum: {n!r} of {equation!r} is {sizes[n]} in an earlier operand, but {size} in operand {i} of shape {tuple(shape)}"
+                    f"einsum: {n!r} of {equation!r} is {sizes[n]} in an earlier operand, "
+                    f"but {size} in operand {i} of shape {tuple(shape)}"
                 )
     return sizes
 

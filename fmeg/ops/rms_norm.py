@@ -23,12 +23,12 @@ def _reference_bwd(x: Tensor, w: Tensor | None, ct: Tensor, eps: float) -> Tenso
     h, g = wide(x), wide(ct)
     r = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
     gw = g if w is None else g * w.to(g.dtype)
-    dmean = (gw * h).sum(-1, keepdim=True) * (-0.5 * r * r * r) / x.shape[-1]
+    dmean = -0.5 * (gw * h).sum(-1, keepdim=True) * (r * r * r) / x.shape[-1]
     half = dmean * h
-    dx = (gw * r + (half + half)).to(x.dtype)
+    dx = (gw * r + half + half).to(x.dtype)
     if w is None:
         return dx
-    return dx, (g * (h * r)).sum(tuple(range(x.ndim - 1))).to(w.dtype)
+    return dx, (g * (h * r)).reshape(-1, x.shape[-1]).sum(0).to(w.dtype)
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from fmeg.program.rule import Rule, rule
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Frequency scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, between them interpolated.
+    """Frequency scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, others interpolated.
 
     With L the original context, a frequency of wavelength λ is low if λ > L / low_freq_factor and high if
     λ < L / high_freq_factor.
