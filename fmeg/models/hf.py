@@ -1,0 +1,200 @@
+"""Hugging Face checkpoints, both ways: `config.json` and safetensors files, one or many.
+
+Each model's table of parameters says what a parameter is called there and how it lies. The vocabulary's padding is
+added on the way in and cut off on the way out, so a checkpoint read and written again has the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fmeg import tree
+from fmeg.models.registry import model_of, model_of_hf
+from fmeg.models.table import Param
+
+_INDEX = "model.safetensors.index.json"
+# What some checkpoints hold beside parameters: constants, and a tied head written out again.
+_CONSTANTS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+
+
+def from_hf(state: Mapping[str, Tensor], cfg: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Parameters of a state dict with Hugging Face's names; layers are stacked, the vocabulary padded with zeros.
+
+    dtype   of the parameters; None: as they are in `state`
+
+    Raises ValueError naming the tensors that are missing or left over, or the first whose shape is not what `cfg` says.
+
+    >>> import fmeg
+    >>> from fmeg.models import llama, presets
+    >>> cfg = presets.get("tiny")
+    >>> params = llama.init(fmeg.random.key(0), cfg)
+    >>> again = from_hf(to_hf(params, cfg), cfg)
+    >>> torch.equal(again["layers"]["wq"], params["layers"]["wq"])
+    True
+    """
+    rows = _rows(cfg)
+    names = {n: n for p in rows.values() for n in _names(p, cfg)}
+    if not any(n in state for n in names):  # a bare base model has no prefix: `h.0.…` for `transformer.h.0.…`
+        names = {n: n.split(".", 1)[1] if "." in n else n for n in names}
+    missing = [n for n in names.values() if n not in state]
+    known = set(names.values())
+    extra = [
+        n for n in state if n not in known and not n.endswith(_CONSTANTS) and not (cfg.tied and n == "lm_head.weight")
+    ]
+    if missing or extra:
+        raise ValueError(
+            f"from_hf: missing {_some(missing)}, left over {_some(extra)}; does the config fit the checkpoint?"
+        )
+
+    def read(path: str, p: Param) -> Tensor:
+        first, *_ = theirs = _names(p, cfg)
+        like = state[names[first]]
+        out = torch.zeros(p.shape(cfg.sizes), dtype=dtype or like.dtype, device=like.device)
+        for i, name in enumerate(theirs):
+            one = _theirs_to_ours(path, p, state[names[name]], cfg)
+            to = out[i] if p.axes.startswith("layers ") else out
+            to[tuple(slice(n) for n in one.shape)] = one  # the rest, if any, is padding
+        return out
+
+    return tree.map_with_path(read, model_of(cfg).parameters(cfg))
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[:5]}" + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
+
+
+def to_hf(params: Mapping[str, Any], cfg: Any) -> dict[str, Tensor]:
+    """The state dict with Hugging Face's names and shapes: the inverse of `from_hf`."""
+    return dict(_hf_tensors(params, cfg))
+
+
+def load(directory: str | Path, *, dtype: torch.dtype | None = None, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """(parameters, config) of a directory with `config.json` and safetensors files.
+
+    dtype     of the parameters; None: as in the files
+    changes   to fields of the config, such as `compute_dtype` or `remat`
+    """
+    directory = Path(directory)
+    hf = json.loads((directory / "config.json").read_text())
+    cfg = model_of_hf(hf["model_type"]).from_hf_config(hf, **changes)
+    index = directory / _INDEX
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
+    with ExitStack() as stack:
+        return from_hf(_Files([stack.enter_context(safe_open(directory / f, "pt")) for f in files]), cfg, dtype), cfg
+
+
+def save(params: Mapping[str, Any], cfg: Any, directory: str | Path, *, max_file_bytes: int = 5 << 30) -> None:
+    """Write `config.json` and safetensors files that `load` and `transformers` read.
+
+    max_file_bytes   when one file would be larger, there are several and an index (a larger tensor has a file alone)
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    dtype = str(tree.leaves(params)[0].dtype).removeprefix("torch.")
+    config = model_of(cfg).to_hf_config(cfg) | {"torch_dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    parts: list[dict[str, int]] = []  # of each file written, the bytes of each tensor
+
+    def write(tensors: dict[str, Tensor]) -> None:
+        save_file(tensors, directory / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append({n: t.nbytes for n, t in tensors.items()})
+
+    full: dict[str, Tensor] = {}
+    for name, tensor in _hf_tensors(params, cfg):
+        if full and sum(t.nbytes for t in full.values()) + tensor.nbytes > max_file_bytes:
+            write(full)
+            full = {}
+        full[name] = tensor
+    write(full)
+
+    if len(parts) == 1:
+        (directory / "part-0").rename(directory / "model.safetensors")
+        (directory / _INDEX).unlink(missing_ok=True)  # of an earlier save into the same place
+        return
+    where = {}
+    for i, part in enumerate(parts):
+        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
+        (directory / f"part-{i}").rename(directory / file)
+        where.update(dict.fromkeys(part, file))
+    total = sum(n for part in parts for n in part.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class _Files(Mapping[str, Tensor]):
+    """Several safetensors files as one mapping that reads a tensor when asked for it."""
+
+    def __init__(self, files: list[Any]) -> None:
+        self._file = {name: f for f in files for name in f.keys()}  # noqa: SIM118 (a safetensors file, not a dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+
+def _rows(cfg: Any) -> dict[str, Param]:
+    table = model_of(cfg).parameters(cfg)
+    return dict(zip(tree.paths(table), tree.leaves(table), strict=True))
+
+
+def _names(p: Param, cfg: Any) -> list[str]:
+    return [p.hf.format(i) for i in range(cfg.layers)] if "{}" in p.hf else [p.hf]
+
+
+def _patterns(p: Param) -> tuple[str, str]:
+    ours = p.axes.removeprefix("layers ")
+    return ours, p.hf_axes or ours
+
+
+def _sizes(cfg: Any, pattern: str) -> dict[str, int]:
+    names = set(pattern.replace("(", " ").replace(")", " ").split())
+    return {a: n for a, n in (cfg.sizes | {"vocab": cfg.vocab_size}).items() if a in names}
+
+
+def _theirs_to_ours(path: str, p: Param, tensor: Tensor, cfg: Any) -> Tensor:
+    ours, theirs = _patterns(p)
+    i, n = p.part
+    sizes = _sizes(cfg, ours)
+    try:
+        return rearrange(tensor.chunk(n, -1)[i], f"{theirs} -> {ours}", **sizes)
+    except Exception as e:
+        raise ValueError(
+            f"from_hf: {p.hf!r} (here {path!r}) should be {theirs!r} with {sizes}, got {tuple(tensor.shape)}"
+        ) from e
+
+
+def _hf_tensors(params: Mapping[str, Any], cfg: Any) -> Iterator[tuple[str, Tensor]]:
+    leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+    together: dict[str, list[str]] = {}  # Hugging Face's name -> paths of its parts, in order
+    rows = _rows(cfg)
+    for path, p in sorted(rows.items(), key=lambda row: row[1].part):
+        together.setdefault(p.hf, []).append(path)
+    for paths in together.values():
+        for i, name in enumerate(_names(rows[paths[0]], cfg)):
+            parts = []
+            for path in paths:
+                p, leaf = rows[path], leaves[path]
+                leaf = leaf[i] if p.axes.startswith("layers ") else leaf
+                ours, theirs = _patterns(p)
+                if ours.startswith("vocab"):
+                    leaf = leaf[: cfg.vocab_size]
+                parts.append(rearrange(leaf, f"{ours} -> {theirs}", **_sizes(cfg, ours)))
+            yield name, torch.cat(parts, -1).contiguous()

@@ -1,0 +1,122 @@
+"""Presets have the published sizes, and FLOPs are counted as Megatron counts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from fmeg import ops, random, tree
+from fmeg.models import model_of, presets
+
+# Parameters as each model's card or its checkpoint's index counts them (tied heads once).
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+def test_every_published_preset_is_here():
+    assert set(presets.PRESETS) - set(PUBLISHED) == {"tiny", "tiny-gpt2", "small-llama"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    cfg = presets.get(name)
+    assert model_of(cfg).num_params(cfg) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "gpt2"])
+def test_transformers_counts_the_same(name):
+    cfg = presets.get(name)
+    config = model_of(cfg).to_hf_config(cfg)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+
+
+def test_small_ones_are_small():
+    sizes = {n: model_of(presets.get(n)).num_params(presets.get(n)) for n in ("tiny", "tiny-gpt2", "small-llama")}
+    assert sizes["tiny"] < 150_000 and sizes["tiny-gpt2"] < 150_000 and 3e6 < sizes["small-llama"] < 8e6
+
+
+def test_flops_by_hand():
+    """Llama-3-8B at 8,192: 6 · (matmul parameters) + 6 · layers · seq · width."""
+    cfg = presets.get("llama3-8b")
+    model = model_of(cfg)
+    weights = model.num_params(cfg) - cfg.vocab_size * cfg.embed - 65 * cfg.embed  # the embedding and 65 norms
+    assert model.flops_per_token(cfg, 8192) == 6 * weights + 6 * 32 * 8192 * 4096
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2"])
+def test_flops_as_torch_counts_them(name, monkeypatch):
+    """torch counts the whole of a plain attention; the difference is the half that causality saves."""
+
+    def attention(q, k, v, **kw):
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        return torch.einsum("bhst,bthe->bshe", torch.einsum("bshe,bthe->bhst", q, k).softmax(-1), v)
+
+    monkeypatch.setattr(ops, "attention", attention)
+    cfg = presets.get(name)
+    model = model_of(cfg)
+    params = tree.map(lambda p: p.requires_grad_(), model.init(random.key(0), cfg))
+    seq = 32
+    tokens = torch.zeros(2, seq, dtype=torch.long)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        loss, _ = model.loss(params, {"tokens": tokens, "targets": tokens, "mask": torch.ones(2, seq)}, cfg)
+        loss.backward()
+    per_token = counter.get_total_flops() / tokens.numel()
+    half = 6 * cfg.layers * seq * cfg.heads * cfg.head_dim
+    padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.embed
+    assert per_token - padding - half == model.flops_per_token(cfg, seq)
+
+
+def test_a_window_saves_flops():
+    cfg = presets.get("mistral-7b")
+    model = model_of(cfg)
+    full = presets.get("mistral-7b", window=None)
+    assert model.flops_per_token(cfg, 4096) == model.flops_per_token(full, 4096)
+    seq, w = 8192, 4096
+    pairs = sum(min(i + 0.5, w) for i in range(seq)) / seq  # keys that query i sees, half of its own counted
+    saved = 12 * cfg.layers * cfg.heads * cfg.head_dim * (seq / 2 - pairs)
+    got = model.flops_per_token(full, seq) - model.flops_per_token(cfg, seq)
+    assert got == pytest.approx(saved, rel=1e-6)
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="no preset 'llama9'; there are llama2-7b"):
+        presets.get("llama9")
+
+
+@pytest.mark.parametrize("change", [{"kv_heads": 3}, {"head_dim": 15}])
+def test_impossible_sizes(change):
+    with pytest.raises(ValueError, match="|".join(change)):
+        presets.get("tiny", **change)
