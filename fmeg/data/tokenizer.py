@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -29,6 +30,12 @@ class Bpe:
     def vocab_size(self) -> int:
         """Number of tokens, the separator included."""
         return self.separator + 1
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of text each token stands for, int64 [vocab_size]; the separator for none."""
+        lengths = [len(self.inner.id_to_token(i)) for i in range(self.separator)]  # one character a byte
+        return np.array([*lengths, 0], dtype=np.int64)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32 [n]."""

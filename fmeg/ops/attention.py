@@ -94,6 +94,7 @@ def _fake_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Gr
 
 
 _MASKS = {1: ["b s", "b t"], 0: []}
+_ULYSSES = ("attention", "ulysses", {"s": "h", "t": "k"})
 _TIED = (("s", "t"), ("h", "k"))
 
 
@@ -101,7 +102,7 @@ def _rule(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
     segments = _MASKS[len(shapes) > 3]
     text = ", ".join(["b s h e", "b t k e", "b t k f", *segments]) + " -> b s h f, b s h"
-    return rule(text, shapes, whole=frozenset("ef"), resolved=frozenset("tk"), tied=_TIED, local=attention_cp.forward)
+    return rule(text, shapes, whole=frozenset("ef"), resolved=frozenset("tk"), tied=_TIED, exchange=_ULYSSES, give_back=frozenset({0}), local=attention_cp.forward)
 
 
 def _rule_bwd(node: Node) -> Rule:
@@ -116,6 +117,7 @@ def _rule_bwd(node: Node) -> Rule:
         whole=frozenset("ef"),
         resolved=frozenset("tk"),
         tied=_TIED,
+        exchange=_ULYSSES,
         linear=frozenset({5}),
         local=attention_cp.backward,
     )

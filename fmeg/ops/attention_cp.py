@@ -4,7 +4,8 @@ Sequences may be sharded on both sides by one tuple of axes ("context parallel")
 
     all_gather   gather keys and values; their gradients are reduce-scattered
     ring         keys and values travel round the ranks, merged by log-sum-exp; their gradients travel with them
-    ulysses      exchange sequence for heads, attend to the whole sequence, exchange back
+    ulysses      exchange sequence for heads, attend to the whole sequence, exchange back: a matter of placements, done by
+                 the partitioner (see `Rule.exchange`), so what comes here has whole sequences
 
 If keys alone are sharded (a long cache, few queries) each rank attends to its own and the results are merged by two
 reductions; if queries alone are, nothing moves.
@@ -65,8 +66,6 @@ class _Place:
                 "have the same axes, or one of them none"
             )
         kind = self.info.option("attention", "all_gather")
-        if kind not in ("all_gather", "ring", "ulysses"):
-            raise ShardingError(f"Layout: attention must be 'all_gather', 'ring' or 'ulysses', given {kind!r}")
         return kind
 
 
@@ -234,60 +233,15 @@ def _nonzero(x: Tensor) -> Tensor:
     return torch.where(x == 0.0, 1.0, x)
 
 
-# -- ulysses ----------------------------------------------------------------------------------------------------------
-def _to_heads(p: _Place, *tensors: Tensor) -> list[Tensor]:
-    """Whole sequences of a part of the heads."""
-    from fmeg.ops.collectives import all_to_all
-
-    for x in tensors:
-        if x.shape[2] % p.parts:
-            raise ShardingError(
-                f"attention='ulysses' exchanges the sequence for heads over {p.kv_seq}: the {x.shape[2]} local heads "
-                f"or kv heads of a rank must divide by {p.parts}. Use 'ring' or 'all_gather', or smaller axes"
-            )
-    return [all_to_all(x, p.kv_seq, 2, 1) for x in tensors]
-
-
-def _to_seq(p: _Place, *tensors: Tensor) -> list[Tensor]:
-    from fmeg.ops.collectives import all_to_all
-
-    return [all_to_all(x, p.kv_seq, 1, 2) for x in tensors]
-
-
-def _whole_segments(p: _Place, masks: Masks) -> Masks:
-    from fmeg.ops.collectives import all_gather
-
-    if not masks:
-        return ()
-    return all_gather(masks[0], p.seq, 1), all_gather(masks[1], p.kv_seq, 1)
-
-
-def _ulysses(p: _Place, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-    from fmeg.ops.attention import attention_p
-
-    o, lse = attention_p(*_to_heads(p, q, k, v), *_whole_segments(p, masks), **p.options)
-    o, lse = _to_seq(p, o, lse)
-    return o, lse
-
-
-def _ulysses_bwd(p: _Place, q: Tensor, k: Tensor, v: Tensor, o: tuple, masks: Masks) -> tuple:
-    from fmeg.ops.attention import attention_bwd_p
-
-    grads = attention_bwd_p(*_to_heads(p, q, k, v, *o), *_whole_segments(p, masks), **p.options)
-    return tuple(_to_seq(p, *grads))
-
-
 _FORWARD = {
     "local": _local,
     "split_keys": _split_keys,
     "all_gather": _all_gather,
     "ring": _ring,
-    "ulysses": _ulysses,
 }
 _BACKWARD = {
     "local": _local_bwd,
     "split_keys": _split_keys_bwd,
     "all_gather": _all_gather_bwd,
     "ring": _ring_bwd,
-    "ulysses": _ulysses_bwd,
 }

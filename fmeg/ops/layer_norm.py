@@ -48,7 +48,7 @@ def _rule_bwd(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
     x, params = f"{row_names(len(shapes[0]) - 1)} d", ["d"] * (len(shapes) - 2)
     text = ", ".join([x, *params, x]) + " -> " + ", ".join([x, *params])
-    return rule(text, shapes, whole=frozenset("d"), linear=frozenset({len(shapes) - 1}))
+    return rule(text, shapes, whole=frozenset("d"))
 
 
 layer_norm_p = Primitive("layer_norm", _reference, vjp=_vjp, rule=_rule, flops=lambda n: 7 * elements(n), cheap=True)

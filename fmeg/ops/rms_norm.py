@@ -47,7 +47,7 @@ def _rule_bwd(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
     x = f"{row_names(len(shapes[0]) - 1)} d"
     text = f"{x}, d, {x} -> {x}, d" if len(shapes) == 3 else f"{x}, {x} -> {x}"
-    return rule(text, shapes, whole=frozenset("d"), linear=frozenset({len(shapes) - 1}))
+    return rule(text, shapes, whole=frozenset("d"))
 
 
 rms_norm_p = Primitive("rms_norm", _reference, vjp=_vjp, rule=_rule, flops=lambda n: 4 * elements(n), cheap=True)

@@ -86,7 +86,8 @@ def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int]) -> 
         grads = []
         for i in wrt:
             v = program.inputs[i]
-            ct = _total(rec, v, env, cts)
+            with rec.marking(source=f"gradient of {v.name}" if v.name else f"gradient of {program.name}"):
+                ct = _total(rec, v, env, cts)
             grads.append(ct if ct is not None else _zeros(rec, env[id(v)]))
         results = [env[id(o)] if isinstance(o, Value) else o for o in program.outputs]
     joint = rec.program([*results, *grads], [v.name for v in rec.inputs])

@@ -225,7 +225,11 @@ class Partitioner:
         if at_rest:
             operands = [_resting(operands[0])]
         hints = [self._hint(node, i) for i in range(len(node.outs))]
-        sol = Solver(rule, operands, hints, self.ctx.sizes, node.phase == "B").solve()
+        solver = Solver(rule, operands, hints, self.ctx.sizes, node.phase == "B")
+        sol = solver.solve()
+        homes = sol.outs
+        if rule.exchange is not None and self.ctx.options.get(rule.exchange[0]) == rule.exchange[1]:
+            sol = solver.exchanged(rule.exchange[2])
         originals = [self.placed(v) for v in node.operands()]
         if self._is_lazy(rule, originals):
             return self._lazy(node, rule, originals)
@@ -235,7 +239,10 @@ class Partitioner:
         for v, placement, local in zip(node.outs, sol.outs, outs, strict=True):
             same = at_rest or (len(originals) == 1 and _elementwise(rule))
             fields = {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None} if same else {}
-            self.define(v, placement, local, weight=weight, **fields)
+            p = self.define(v, placement, local, weight=weight, **fields)
+            if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
+                self.get(p, homes[v.index], "rule")
+                p.home = homes[v.index]
 
     def _operand(self, p: Placed, asked: Placed, target: Placement, reason: str) -> Value:
         if p.use is not None and asked.use is not None and p.home != target and p.use != p.home:

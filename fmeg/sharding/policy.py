@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fmeg.program.errors import ShardingError
 from fmeg.program.rule import Dims, Rule
 from fmeg.sharding.value import DimAxes, Placed, Placement, count
 
@@ -73,6 +74,21 @@ class Solver:
             self._claim(self.rule.ins[i], self._home(i).dims, "activation")
         self._drop_minor()
         return self._results()
+
+    def exchanged(self, moves: Mapping[str, str]) -> Solution:
+        """The solution with the axes of each factor `from` added to those of `to`; after `solve`."""
+        for src, dst in moves.items():
+            axes = self.axes.pop(src, ())
+            grown = self.axes.get(dst, ()) + axes
+            if self.rule.sizes[dst] % count(grown, self.mesh):
+                raise ShardingError(
+                    f"the exchange of {axes} from the sequence to the heads needs the {self.rule.sizes[dst]} heads (or kv heads) to divide by "
+                    f"{count(grown, self.mesh)}, the size of {grown}. Use attention='ring' or 'all_gather', or smaller axes"
+                )
+            self.axes[dst] = grown
+        sol = self._results()
+        sol.reasons = ["rule"] * len(sol.reasons)
+        return sol
 
     def _order(self) -> list[int]:
         def key(i: int) -> tuple:

@@ -65,11 +65,19 @@ def _grows(node: Node) -> bool:
     return node.op is ALL_GATHER and sum(o.type.nbytes for o in node.outs) > sum(v.type.nbytes for v in node.operands())
 
 
+def _regather(joint: Program) -> set[int]:
+    """Gathers worth doing again: all in a body; in a program with loops, those that would be kept across a loop."""
+    loops = [i for i, n in enumerate(joint.nodes) if n.phase == "F" and _is_structured(n)]
+    end = loops[-1] if loops else len(joint.nodes)
+    return {id(n) for n in joint.nodes[:end] if _grows(n)}
+
+
 @dataclass
 class _Choice:
     """Decides for each forward value whether it is kept (`saved`) or its producer redone."""
 
     inputs: set[int]
+    regather: set[int]  # ids of gathers that may be done again
     saved: dict[int, Value] = field(default_factory=dict)
     redone: set[int] = field(default_factory=set)  # ids of nodes
 
@@ -81,7 +89,7 @@ class _Choice:
         assert node is not None
         if id(node) in self.redone:
             return
-        if not _is_structured(node) and (_forced(node) or _grows(node) or not node.operands()):
+        if not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
             self.redone.add(id(node))
             for u in node.operands():
                 self.need(u)
@@ -116,7 +124,7 @@ class _Choice:
 
 def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
     """`free`: inputs that the backward pass has anyway."""
-    choice = _Choice({id(v) for v in free})
+    choice = _Choice({id(v) for v in free}, _regather(joint))
     wanted: dict[int, Value] = {}
     forward = {id(n) for n in joint.nodes if n.phase == "F"}
     inputs = {id(v): v for v in joint.inputs}

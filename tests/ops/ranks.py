@@ -171,14 +171,14 @@ def _join(blocks: list[Tensor], dims: tuple, rule: Rule, place: Placement, mesh:
     for same in groups.values():
         for x in same[1:]:
             torch.testing.assert_close(x, same[0], atol=1e-12, rtol=1e-12)
-    shape = [math_size(x, factors, place, mesh) for x, factors in zip(blocks[0].shape, dims, strict=True)]
+    shape = [global_size(x, factors, place, mesh) for x, factors in zip(blocks[0].shape, dims, strict=True)]
     out = blocks[0].new_zeros(shape)
     for key, same in groups.items():
         cut(out, dims, place, mesh, dict(zip(mesh, key, strict=True))).add_(same[0])
     return out
 
 
-def math_size(local: int, factors: tuple, place: Placement, mesh: dict[str, int]) -> int:
+def global_size(local: int, factors: tuple, place: Placement, mesh: dict[str, int]) -> int:
     return local * group_index(tuple(a for f in factors for a in place.get(f, ())), mesh, None)[1]
 
 
@@ -195,7 +195,7 @@ def placements(rule: Rule, choices: Sequence[Axes], share: Sequence[set[str]] = 
 def check_rule(
     op: Primitive, *args: Any, mesh: dict[str, int] | None = None, tol: float = 1e-12, **kwargs: Any
 ) -> None:
-    """Under every placement the rule gives what the plain operation gives."""
+    """Under every placement the rule gives what the plain operation gives; it is linear where it says so."""
     mesh = mesh or {"x": 2, "y": 2}
     expected = astuple(op.reference(*args, **kwargs))
     rule = op.rule(node_of(op, *args, **kwargs))
@@ -206,3 +206,14 @@ def check_rule(
             torch.testing.assert_close(out, e, atol=tol, rtol=tol, msg=lambda m, p=place: f"{p}: {m}")
         count += 1
     assert count > 1
+    for i in rule.linear:
+        check_linear(op, args, kwargs, i, expected, tol)
+
+
+def check_linear(op: Primitive, args: tuple, kwargs: dict, i: int, expected: tuple[Tensor, ...], tol: float) -> None:
+    """Parts of operand i give parts of every result: a pending sum may pass through."""
+    place = [n for n, x in enumerate(args) if isinstance(x, Tensor)][i]
+    part = torch.sin(3 * args[place])
+    both = [astuple(op.reference(*args[:place], x, *args[place + 1 :], **kwargs)) for x in (part, args[place] - part)]
+    for a, b, e in zip(*both, expected, strict=True):
+        torch.testing.assert_close(a + b, e, atol=tol, rtol=tol)

@@ -23,7 +23,7 @@ MASKS = {
     "segments_window": {"causal": True, "window": 3, "segments": SEGMENTS},
     "segments_disjoint": {"causal": False, "window": None, "segments": SEGMENTS, "kv_segments": SEGMENTS + 1},
 }
-KINDS = ["all_gather", "ring", "ulysses"]
+KINDS = ["all_gather", "ring"]
 
 
 def _case(mask, h=4, k=4, s=S, t=S, e=3, f=2):
@@ -106,7 +106,6 @@ def test_collectives_of_each_kind():
     assert _check(place, kind="all_gather") == ({"all_gather": 2}, {"all_gather": 2, "reduce_scatter": 2})
     # keys and values three hops; in the backward pass with their gradients, which then go home
     assert _check(place, kind="ring") == ({"ppermute": 6}, {"ppermute": 6 + 6 + 2})
-    assert _check(place, kind="ulysses") == ({"all_to_all": 5}, {"all_to_all": 9})
     # a window of 2 needs one predecessor only
     assert _check(place, "window2", "ring")[0] == {"ppermute": 2}
     assert _check(place, "window1", "ring") == ({}, {})
@@ -116,8 +115,6 @@ def test_collectives_of_each_kind():
     ("place", "kind", "sizes", "message"),
     [
         ({"s": ("x",), "t": ("y",)}, "ring", {}, "must have the same axes, or one of them none"),
-        ({"s": ("x",), "t": ("x",)}, "rings", {}, "must be 'all_gather', 'ring' or 'ulysses', given 'rings'"),
-        ({"s": ("x", "y"), "t": ("x", "y")}, "ulysses", {"k": 2}, "the 2 local heads or kv heads .* must divide by 4"),
         ({"k": ("x",)}, "ring", {}, r"must be a prefix .* kv_heads=\(\)"),
         ({"h": ("x",), "k": ("y",)}, "ring", {}, "split the mesh axis"),
         ({"h": ("x",), "t": ("x",)}, "ring", {}, "cannot shard both the heads and the keys' sequence"),
