@@ -1,0 +1,219 @@
+"""The distributed backend: one process a device, `torch.distributed` collectives between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmeg.mesh import blocks, checks
+from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
+from fmeg.mesh.index import RankIndex
+from fmeg.mesh.mesh import Mesh
+from fmeg.mesh.transport import Transport
+from fmeg.program.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def init_distributed(timeout: timedelta | None = None) -> None:
+    """Join the process group that `torchrun` describes: NCCL on CUDA (device `LOCAL_RANK`), else Gloo. Idempotent.
+
+    Raises MeshError where the environment describes none.
+    """
+    if dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"init_distributed: {', '.join(missing)} not set in the environment. Launch with "
+            "`torchrun --nproc-per-node=N script.py`, or use a virtual mesh: Mesh(..., backend='loop')"
+        )
+    if torch.cuda.is_available():
+        device = _cuda_device()
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's group over some axes: its ranks in group order, its own index, how to reach them."""
+
+    ranks: tuple[int, ...]
+    index: int
+    transport: Transport
+
+
+class DistributedBackend:
+    """Runs this process's rank. A value is the local tensor.
+
+    Sums: on CPU members are added in ascending group index, left to right, by every process, so the bits are those of
+    the loop backend; on CUDA NCCL adds, in its own order. Process groups are made once for each set of axes, when first
+    used: all processes must come to that collective (see `Backend.prepare`).
+
+    Raises MeshError when the mesh is not as large as the world.
+    """
+
+    name = "distributed"
+
+    def __init__(self, mesh: Mesh) -> None:
+        init_distributed()
+        world = dist.get_world_size()
+        if world != mesh.size:
+            raise MeshError(
+                f"{mesh} has {mesh.size} devices, but {world} processes are running. Launch "
+                f"{mesh.size} (torchrun --nproc-per-node={mesh.size}), make the axis sizes multiply to {world}, or "
+                "use a virtual mesh: Mesh(..., backend='loop')"
+            )
+        self.mesh = mesh
+        self.index = RankIndex(mesh)
+        self.rank = dist.get_rank()
+        self.ranks: tuple[int, ...] = (self.rank,)
+        self._nccl = "nccl" in str(dist.get_backend_config())
+        self._device = _cuda_device() if self._nccl else torch.device("cpu")
+        self._process_groups: dict[int, dist.ProcessGroup | None] = {}
+        self._groups: dict[Axes, Group] = {}
+        self._indices: dict[Axes, Tensor] = {}
+        self._device_meshes: dict[Axes, DeviceMesh] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
+        return fn(*args, **kwargs)
+
+    def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:
+        checks.reduction(op)
+        group = self.group(axes)
+        return list(xs) if len(group.ranks) == 1 else group.transport.all_reduce(xs, op)
+
+    def all_gather(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> list[Value]:
+        dims = checks.dimensions("all_gather", dims, [x.shape for x in xs])
+        group = self.group(axes)
+        if len(group.ranks) == 1:
+            return list(xs)
+        return [_merge(x, d) for x, d in zip(group.transport.gather(xs), dims, strict=True)]
+
+    def reduce_scatter(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> list[Value]:
+        group = self.group(axes)
+        n = len(group.ranks)
+        dims = checks.split_dimensions("reduce_scatter", dims, [x.shape for x in xs], axes, n)
+        if n == 1:
+            return list(xs)
+        return group.transport.reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)])
+
+    def all_to_all(
+        self, xs: Sequence[Value], axes: Axes, split_dims: Sequence[int], concat_dims: Sequence[int]
+    ) -> list[Value]:
+        group = self.group(axes)
+        n = len(group.ranks)
+        split = checks.split_dimensions("all_to_all", split_dims, [x.shape for x in xs], axes, n)
+        concat = checks.dimensions("all_to_all", concat_dims, [x.shape for x in xs])
+        if n == 1:
+            return list(xs)
+        moved = group.transport.exchange([_cut(x, d, n) for x, d in zip(xs, split, strict=True)])
+        return [_merge(x, d) for x, d in zip(moved, concat, strict=True)]
+
+    def ppermute(self, x: Value, axes: Axes, perm: Sequence[tuple[int, int]]) -> Value:
+        group = self.group(axes)
+        source = checks.permutation(perm, axes, len(group.ranks))
+        target = {s: d for d, s in source.items()}
+        me, x = group.index, x.contiguous()
+        if source.get(me) == me:
+            return x
+        out = torch.empty_like(x) if me in source else torch.zeros_like(x)
+        pg = group.transport.group
+        moves = []
+        if me in source:
+            moves.append(dist.P2POp(dist.irecv, out, group.ranks[source[me]], pg))
+        if me in target:
+            moves.append(dist.P2POp(dist.isend, x, group.ranks[target[me]], pg))
+        if moves and x.numel():
+            for work in dist.batch_isend_irecv(moves):
+                work.wait()
+        return out
+
+    def axis_index(self, axes: Axes) -> Value:
+        if axes not in self._indices:
+            self._indices[axes] = torch.tensor(self.index.index(self.rank, axes), device=self._device)
+        return self._indices[axes]
+
+    def scatter(self, source: Source, dims: Dims, shape: Sequence[int] | None = None) -> Value:
+        return blocks.reader(self.index, source, dims, shape)(self.rank).to(self._device)
+
+    def gather(self, value: Value, dims: Dims) -> Tensor:
+        checks.placement(self.mesh, dims, value.ndim, "gather")
+        for d, axes in enumerate(dims):
+            [value] = self.all_gather([value], axes, [d])
+        return value
+
+    def local(self, value: Value) -> list[Tensor]:
+        return [value]
+
+    def from_local(self, tensors: Sequence[Tensor], dims: Dims) -> Value:
+        blocks.check_local(self.mesh, tensors, dims, self.ranks)
+        return tensors[0].to(self._device)
+
+    def prepare(self, axes: Axes) -> None:
+        self.group(axes)
+
+    def group(self, axes: Axes) -> Group:
+        """This process's group over `axes`."""
+        if axes not in self._groups:
+            position = self.index.index(self.rank, axes)
+            ranks = next(g for g in self.index.groups(axes) if self.rank in g)
+            order = [sorted(ranks).index(r) for r in ranks]
+            transport = Transport(
+                self._process_group(self.index.mask(axes)),
+                len(ranks),
+                None if order == sorted(order) else order,
+                ordered=not self._nccl,
+            )
+            self._groups[axes] = Group(ranks, position, transport)
+        return self._groups[axes]
+
+    def device_mesh(self, axes: Axes | None = None) -> DeviceMesh:
+        """The `DeviceMesh` over the same ranks, with its dimensions in the order of `axes` (default: the mesh's)."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        axes = self.mesh.axes if axes is None else axes
+        if axes not in self._device_meshes:
+            self._device_meshes[axes] = DeviceMesh(self._device.type, self.rank_tensor(axes), mesh_dim_names=axes)
+        return self._device_meshes[axes]
+
+    def rank_tensor(self, axes: Axes) -> Tensor:
+        """Ranks by coordinate, one dimension for each of `axes`, which are all of the mesh's in any order."""
+        ranks = torch.arange(self.mesh.size).view(tuple(self.mesh.sizes.values()))
+        return ranks.permute([self.mesh.axes.index(a) for a in axes])
+
+    def _process_group(self, mask: int) -> dist.ProcessGroup | None:
+        if mask == self.index.all:
+            return dist.group.WORLD
+        if mask and mask not in self._process_groups:
+            groups = self.index.groups(self.index.axes(mask))
+            self._process_groups[mask] = dist.new_subgroups_by_enumeration([list(g) for g in groups])[0]
+        return self._process_groups.get(mask)
+
+
+def _cuda_device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def _cut(x: Tensor, dim: int, n: int) -> Tensor:
+    """[..., n * k, ...] -> [n, ..., k, ...]."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def _merge(x: Tensor, dim: int) -> Tensor:
+    """[n, ..., k, ...] -> [..., n * k, ...]."""
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
