@@ -112,7 +112,7 @@ class Layout:
         known = set(declared)
         for name in sorted(self.names() - known):
             close = get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ShardingError(f"Layout names the logical axis {name!r}, which nobody declared{hint} Declared are {_list(sorted(known))}")
 
 

@@ -147,7 +147,7 @@ def _count_first(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tup
     if key not in counters:
         program, _ = _loss_program(None, loss_fn, params, parts[0], rest)
         counters[key] = _count_program(program, len([p for p in tree.leaves(params) if isinstance(p, torch.Tensor)]), _name(loss_fn))
-    run = Executable(counters[key], Mesh().backend())
+    run = Executable(counters[key], Mesh(backend="loop").backend())
     totals: list[Any] | None = None
     for p in parts:
         values = [x for x in tree.leaves((params, p, rest)) if isinstance(x, torch.Tensor)]

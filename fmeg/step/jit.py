@@ -157,8 +157,11 @@ class Jitted:
             out.append(Leaf(f"{name}.{path}" if path else name, t, role, names))
         return out
 
-    def _declared(self, args: Sequence[Any], traced: Traced) -> set[str]:
+    def _declared(self, args: Sequence[Any], traced: Traced) -> set[str] | None:
+        """All logical axes that the function knows of; None if it annotates nothing (an `init`), so that a shared layout may know more."""
         names = set(traced.declared_axes)
+        if not names and not any(isinstance(n.op, Accumulate) for n in traced.program.nodes):
+            return None
         for a in self.axes.values():
             names |= a.names()
         for i, a in enumerate(args):
@@ -319,4 +322,4 @@ def jit(
     >>> float(f(torch.ones(4, 3)))
     24.0
     """
-    return Jitted(fn, mesh if mesh is not None else Mesh(), layout if layout is not None else Layout(), axes or {}, params, out_axes, strict)
+    return Jitted(fn, mesh if mesh is not None else Mesh(backend="loop"), layout if layout is not None else Layout(), axes or {}, params, out_axes, strict)
