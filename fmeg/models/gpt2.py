@@ -70,9 +70,9 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each logical axis of the parameters."""
-        same = ("embed", "layers", "heads", "head_dim", "ff")
-        return {"vocab": self.padded_vocab, "positions": self.max_seq, **{a: getattr(self, a) for a in same}}
+        """Size of each logical axis of the parameters; as many kv_heads as heads."""
+        same = {a: getattr(self, a) for a in ("embed", "layers", "heads", "head_dim", "ff")}
+        return {"vocab": self.padded_vocab, "positions": self.max_seq, "kv_heads": self.heads, **same}
 
 
 def parameters(cfg: Config) -> dict[str, Any]:
@@ -80,11 +80,10 @@ def parameters(cfg: Config) -> dict[str, Any]:
     std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
     h = "transformer.h.{}."
     qkv = {}
-    for i, c in enumerate("qkv"):
-        qkv["w" + c] = Param(
-            "layers embed heads head_dim", std, h + "attn.c_attn.weight", "embed (heads head_dim)", (i, 3)
-        )
-        qkv["b" + c] = Param("layers heads head_dim", "zeros", h + "attn.c_attn.bias", "(heads head_dim)", (i, 3))
+    for i, (c, n) in enumerate(zip("qkv", ("heads", "kv_heads", "kv_heads"), strict=True)):
+        part = (i, 3)
+        qkv["w" + c] = Param(f"layers embed {n} head_dim", std, h + "attn.c_attn.weight", f"embed ({n} head_dim)", part)
+        qkv["b" + c] = Param(f"layers {n} head_dim", "zeros", h + "attn.c_attn.bias", f"({n} head_dim)", part)
     layers = {
         "norm1": Param("layers embed", "ones", h + "ln_1.weight"),
         "norm1_bias": Param("layers embed", "zeros", h + "ln_1.bias"),
@@ -183,8 +182,8 @@ def apply(
         )
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-    x = ops.embedding(params["embed"], tokens) + ops.embedding(params["pos_embed"], positions)
-    x = _dropout(shard(x, P("batch", "res_seq", None)), cfg.dropout, key, "embed")
+    x = shard(ops.embedding(params["embed"], tokens), P("batch", "res_seq", None))
+    x = _dropout(x + ops.embedding(params["pos_embed"], positions), cfg.dropout, key, "embed")
 
     def body(x: Tensor, layer: Any, segments: Tensor | None, key: Tensor | None) -> tuple[Tensor, None]:
         p, i = layer
