@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fmeg.ops._common import check_float, check_shape, differentiated, elements, pointwise_rule
+from fmeg.ops._eager import Eager
 from fmeg.program.primitive import Primitive
 
 aten = torch.ops.aten
@@ -45,10 +46,18 @@ def _gelu_bwd(x: Tensor, ct: Tensor, approximate: str) -> Tensor:
     return aten.gelu_backward(ct, x, approximate=approximate)
 
 
+def _swiglu_vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, Tensor]:
+    return swiglu_bwd_p(*args, cts[0])
+
+
+def _geglu_vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, Tensor]:
+    return geglu_bwd_p(*args, cts[0], **kwargs)
+
+
 swiglu_p = Primitive(
     "swiglu",
-    _swiglu,
-    vjp=lambda args, kwargs, outs, cts: swiglu_bwd_p(*args, cts[0]),
+    Eager(_swiglu, _swiglu_vjp),
+    vjp=_swiglu_vjp,
     rule=lambda node: pointwise_rule(node, linear=frozenset({1})),
     flops=lambda node: 6 * elements(node),
     cheap=True,
@@ -62,8 +71,8 @@ swiglu_bwd_p: Primitive = Primitive(
 )
 geglu_p = Primitive(
     "geglu",
-    _geglu,
-    vjp=lambda args, kwargs, outs, cts: geglu_bwd_p(*args, cts[0], **kwargs),
+    Eager(_geglu, _geglu_vjp),
+    vjp=_geglu_vjp,
     rule=lambda node: pointwise_rule(node, linear=frozenset({1})),
     flops=lambda node: 10 * elements(node),
     cheap=True,

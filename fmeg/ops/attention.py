@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg.ops import attention_cp
-from fmeg.ops._common import check_float, check_shape, differentiated, transformed
+from fmeg.ops._common import check_float, check_shape, differentiated
+from fmeg.ops._eager import Eager
 from fmeg.ops.attention_math import (
     Grads,
     Masking,
@@ -24,53 +25,25 @@ from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule, rule
 
 
-class _Attention(torch.autograd.Function):
-    """Eager attention whose backward pass is `attention_bwd`; asked for a graph of it, it is differentiable again."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-        o, lse = _forward(q, k, v, masking)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.masking = masking
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, o, lse = ctx.saved_tensors
-        if do is None:
-            do = torch.zeros_like(o)
-        if dlse is None and not torch.is_grad_enabled():
-            return *_backward(q, k, v, o, lse, do, ctx.masking), None
-        return *math_backward(q, k, v, o, lse, do, ctx.masking, dlse), None
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    run = cpu_forward if fits_cpu_kernel(q, k, v) else math_forward
-    return run(q, k, v, masking)
-
-
-def _backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, masking: Masking) -> Grads:
-    run = cpu_backward if fits_cpu_kernel(q, k, v) else math_backward
-    return run(q, k, v, o, lse, do, masking)
-
-
 def _masking(masks: tuple, options: dict[str, Any]) -> Masking:
     """From a node's operands after the tensors, () or (segments, kv_segments) or (…, …, shift), and its options."""
     return Masking(*(*masks, None, None, None)[:3], **options)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    masking = _masking(masks, options)
-    if differentiated(q, k, v) and not transformed():
-        return _Attention.apply(q, k, v, masking)
-    return _forward(q, k, v, masking)
+def _plain(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return math_forward(q, k, v, _masking(masks, options))
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    run = cpu_forward if fits_cpu_kernel(q, k, v) else math_forward
+    return run(q, k, v, _masking(masks, options))
 
 
 def _reference_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, *masks: Any, **options: Any
 ) -> Grads:
-    run = math_backward if differentiated(q, k, v, o, lse, do) else _backward
+    quick = fits_cpu_kernel(q, k, v) and not differentiated(q, k, v, o, lse, do)
+    run = cpu_backward if quick else math_backward
     return run(q, k, v, o, lse, do, _masking(masks, options))
 
 
@@ -102,7 +75,16 @@ def _rule(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
     segments = _MASKS[len(shapes) > 3]
     text = ", ".join(["b s h e", "b t k e", "b t k f", *segments]) + " -> b s h f, b s h"
-    return rule(text, shapes, whole=frozenset("ef"), resolved=frozenset("tk"), tied=_TIED, exchange=_ULYSSES, give_back=frozenset({0}), local=attention_cp.forward)
+    return rule(
+        text,
+        shapes,
+        whole=frozenset("ef"),
+        resolved=frozenset("tk"),
+        tied=_TIED,
+        exchange=_ULYSSES,
+        give_back=frozenset({0}),
+        local=attention_cp.forward,
+    )
 
 
 def _rule_bwd(node: Node) -> Rule:
@@ -150,7 +132,7 @@ def _flops_bwd(node: Node) -> int:
     return 2 * visible_pairs(node) * q[2] * (3 * q[3] + 2 * v[3])
 
 
-attention_p = Primitive("attention", _reference, vjp=_vjp, rule=_rule, flops=_flops, fake=_fake)
+attention_p = Primitive("attention", Eager(_plain, _vjp, _kernel), vjp=_vjp, rule=_rule, flops=_flops, fake=_fake)
 attention_bwd_p = Primitive("attention_bwd", _reference_bwd, rule=_rule_bwd, flops=_flops_bwd, fake=_fake_bwd)
 
 

@@ -4,8 +4,8 @@ Sequences may be sharded on both sides by one tuple of axes ("context parallel")
 
     all_gather   gather keys and values; their gradients are reduce-scattered
     ring         keys and values travel round the ranks, merged by log-sum-exp; their gradients travel with them
-    ulysses      exchange sequence for heads, attend to the whole sequence, exchange back: a matter of placements, done by
-                 the partitioner (see `Rule.exchange`), so what comes here has whole sequences
+    ulysses      exchange sequence for heads, attend to the whole sequence, exchange back: a matter of placements, done
+                 by the partitioner (see `Rule.exchange`), so what comes here has whole sequences
 
 If keys alone are sharded (a long cache, few queries) each rank attends to its own and the results are merged by two
 reductions; if queries alone are, nothing moves.
@@ -65,8 +65,7 @@ class _Place:
                 f"attention: queries are sharded along the sequence by {self.seq}, keys by {self.kv_seq}; they must "
                 "have the same axes, or one of them none"
             )
-        kind = self.info.option("attention", "all_gather")
-        return kind
+        return self.info.option("attention", "all_gather")
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------

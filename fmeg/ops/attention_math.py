@@ -80,9 +80,7 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, m: Masking) -> tuple[Tensor, T
     return o.to(q.dtype), _by_row(lse)
 
 
-def math_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, m: Masking, dlse: Tensor | None = None
-) -> Grads:
+def math_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, m: Masking) -> Grads:
     """(dq, dk, dv). With p = exp(x - lse) and D = Σ_f o do: dx = p (do vᵀ - D), whatever part of the keys is given."""
     kv_heads = k.shape[2]
     mask = visible(q, k, m)
@@ -91,8 +89,6 @@ def math_backward(
     p = torch.exp(x - _by_head(torch.where(lse == -torch.inf, 0.0, lse), kv_heads)[..., None])
     dv = torch.einsum("bkgst,bskgf->btkf", p, wdo)
     delta = (wide(o) * wide(do)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
     dp = torch.einsum("bskgf,btkf->bkgst", wdo, wv)
     dx = p * (dp - _by_head(delta, kv_heads)[..., None])
     dq = torch.einsum("bkgst,btke->bskge", dx, wk).flatten(2, 3) * m.scale

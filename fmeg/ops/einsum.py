@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from string import ascii_letters
@@ -9,6 +10,7 @@ from string import ascii_letters
 import torch
 from torch import Tensor
 
+from fmeg.ops._eager import Eager
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule
@@ -78,18 +80,18 @@ def _sizes(equation: str, shapes: list[tuple[int, ...]]) -> dict[str, int]:
     return sizes
 
 
-def _reference(equation: str, *operands: Tensor) -> Tensor:
+def _plain(equation: str, *operands: Tensor) -> Tensor:
     return torch.einsum(_letters(equation), *operands)
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:
     equation, *operands = args
-    ins, out = parse_equation(equation)
-    return tuple(_cotangent(ins, out, operands, cts[0], i) for i in range(len(operands)))
+    return tuple(_cotangent(equation, operands, cts[0], i) for i in range(len(operands)))
 
 
-def _cotangent(ins: tuple[Names, ...], out: Names, operands: list[Tensor], ct: Tensor, i: int) -> Tensor:
+def _cotangent(equation: str, operands: Sequence[Tensor], ct: Tensor, i: int) -> Tensor:
     """The result takes the place of operand i; a dimension that no other term has was summed alone, so is repeated."""
+    ins, out = parse_equation(equation)
     terms = (*ins[:i], out, *ins[i + 1 :])
     present = {n for names in terms for n in names}
     names = tuple(n for n in ins[i] if n in present)
@@ -124,7 +126,7 @@ def _flops(node: Node) -> int:
     return total
 
 
-einsum_p = Primitive("einsum", _reference, vjp=_vjp, rule=_rule, flops=_flops)
+einsum_p = Primitive("einsum", Eager(_plain, _vjp), vjp=_vjp, rule=_rule, flops=_flops)
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:

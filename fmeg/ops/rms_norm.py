@@ -7,28 +7,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fmeg.ops._common import check_float, check_shape, elements, row_names, wide
+from fmeg.ops._eager import Eager
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule, rule
 
 
-def _reference(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+def _plain(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     y = wide(x)
     y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps)
     return (y if w is None else y * w.to(y.dtype)).to(x.dtype)
 
 
 def _reference_bwd(x: Tensor, w: Tensor | None, ct: Tensor, eps: float) -> Tensor | tuple[Tensor, Tensor]:
-    """dx = r (g - y mean(g y)) with y = r x, g = w ct, in the order of operations of autograd; dw = Σ_rows ct y."""
+    """dx = r (g - y mean(g y)) with y = r x and g = w ct; dw = Σ_rows ct y."""
     h, g = wide(x), wide(ct)
     r = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
     gw = g if w is None else g * w.to(g.dtype)
-    dmean = -0.5 * (gw * h).sum(-1, keepdim=True) * (r * r * r) / x.shape[-1]
-    half = dmean * h
-    dx = (gw * r + half + half).to(x.dtype)
+    y = h * r
+    dx = (r * (gw - y * (gw * y).mean(-1, keepdim=True))).to(x.dtype)
     if w is None:
         return dx
-    return dx, (g * (h * r)).reshape(-1, x.shape[-1]).sum(0).to(w.dtype)
+    return dx, (g * y).reshape(-1, x.shape[-1]).sum(0).to(w.dtype)
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:
@@ -50,7 +50,9 @@ def _rule_bwd(node: Node) -> Rule:
     return rule(text, shapes, whole=frozenset("d"))
 
 
-rms_norm_p = Primitive("rms_norm", _reference, vjp=_vjp, rule=_rule, flops=lambda n: 4 * elements(n), cheap=True)
+rms_norm_p = Primitive(
+    "rms_norm", Eager(_plain, _vjp), vjp=_vjp, rule=_rule, flops=lambda n: 4 * elements(n), cheap=True
+)
 rms_norm_bwd_p = Primitive("rms_norm_bwd", _reference_bwd, rule=_rule_bwd, flops=lambda n: 10 * elements(n), cheap=True)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmeg.ops._eager import Eager
 from fmeg.program.ir import Node, TensorType, Value
 from fmeg.program.primitive import Primitive
 
@@ -47,14 +48,21 @@ def node_of(op: Primitive, *args: Any, **kwargs: Any) -> Node:
 
 
 def check_vjp(op: Primitive, *args: Any, bits: bool = False, **kwargs: Any) -> None:
-    """The primitive's vjp equals autograd through its reference, to 1e-12, or bit for bit."""
+    """The vjp equals autograd through plain torch to 1e-12 (`bits`: exactly), and the eager gradient exactly.
+
+    Exactly, so that a compiled step on one device has the bits of the eager one.
+    """
     leaves = [x.clone().requires_grad_() if is_float(x) else x for x in args]
-    outs = astuple(op.reference(*leaves, **kwargs))
+    plain = op.reference.plain if isinstance(op.reference, Eager) else op.reference
+    outs = astuple(plain(*leaves, **kwargs))
     ct = rand(*outs[0].shape, seed=99, dtype=outs[0].dtype)
     floats = [x for x in leaves if is_float(x)]
     expected = iter(torch.autograd.grad(outs[0], floats, ct, allow_unused=True))
     cts = (ct, *[None] * (len(outs) - 1))
     given = op.vjp(args, kwargs, tuple(o.detach() for o in outs), cts)
+    eager = astuple(op(*leaves, **kwargs))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(eager, outs, strict=True)), op
+    eager_grads = iter(torch.autograd.grad(eager[0], floats, ct, allow_unused=True))
     operands = [x for x in args if isinstance(x, Tensor)]
     assert len(given) == len(operands)
     for x, g in zip(operands, given, strict=True):
@@ -62,6 +70,8 @@ def check_vjp(op: Primitive, *args: Any, bits: bool = False, **kwargs: Any) -> N
             assert g is None
             continue
         e = next(expected)
+        if isinstance(op.reference, Eager):
+            assert torch.equal(g, next(eager_grads))
         assert g.dtype == x.dtype and g.shape == x.shape
         if bits:
             assert torch.equal(g, e), (g - e).abs().max()
