@@ -86,7 +86,9 @@ class _Choice:
         if id(v) in self.inputs or id(v) in self.saved:
             return
         node = v.node
-        assert node is not None
+        if node is None:
+            self.saved[id(v)] = v
+            return
         if id(node) in self.redone:
             return
         if not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
@@ -101,7 +103,8 @@ class _Choice:
         if id(v) in self.inputs or id(v) in self.saved:
             return True
         node = v.node
-        assert node is not None
+        if node is None:
+            return False
         if id(node) in self.redone:
             return True
         return _is_cheap(node) and all(self.available(u) for u in node.operands())
@@ -111,7 +114,9 @@ class _Choice:
         if id(v) in self.inputs or id(v) in self.saved:
             return
         node = v.node
-        assert node is not None
+        if node is None:
+            self.saved[id(v)] = v
+            return
         if id(node) in self.redone:
             return
         if all(self.available(u) for u in node.operands()):
@@ -127,36 +132,17 @@ def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
     choice = _Choice({id(v) for v in free}, _regather(joint))
     wanted: dict[int, Value] = {}
     forward = {id(n) for n in joint.nodes if n.phase == "F"}
-    inputs = {id(v): v for v in joint.inputs}
-
-    def visit(v: Value) -> None:
-        if id(v) in inputs or (v.node is not None and id(v.node) in forward):
-            wanted.setdefault(id(v), v)
+    inputs = {id(v) for v in joint.inputs}
 
     for n in joint.nodes:
         if n.phase == "B":
             for v in n.operands():
-                visit(v)
+                if id(v) in inputs or (v.node is not None and id(v.node) in forward):
+                    wanted.setdefault(id(v), v)
     for v in wanted.values():
-        if v.node is None:
-            if id(v) not in choice.inputs:
-                choice.saved[id(v)] = v
-        else:
-            choice.need(v)
-    pending = [*wanted.values()]
-    pending += [u for n in joint.nodes if id(n) in choice.redone for u in n.operands()]
-    for v in pending:
-        if v.node is None:
-            if id(v) not in choice.inputs:
-                choice.saved[id(v)] = v
-        else:
-            choice.settle(v)
-    # settling may itself have redone nodes whose inputs are program inputs that are not free
-    for n in joint.nodes:
-        if id(n) in choice.redone:
-            for u in n.operands():
-                if u.node is None and id(u) not in choice.inputs:
-                    choice.saved[id(u)] = u
+        choice.need(v)
+    for v in [*wanted.values(), *(u for n in joint.nodes if id(n) in choice.redone for u in n.operands())]:
+        choice.settle(v)
     return choice
 
 
