@@ -115,12 +115,6 @@ def test_collectives_of_each_kind():
     ("place", "kind", "sizes", "message"),
     [
         ({"s": ("x",), "t": ("y",)}, "ring", {}, "must have the same axes, or one of them none"),
-        (
-            {"s": ("x", "y"), "t": ("x", "y")},
-            "ulysses",
-            {"k": 2},
-            "4 local heads and 2 local kv heads must divide by 4",
-        ),
         ({"k": ("x",)}, "ring", {}, r"must be a prefix .* kv_heads=\(\)"),
         ({"h": ("x",), "k": ("y",)}, "ring", {}, "split the mesh axis"),
         ({"h": ("x",), "t": ("x",)}, "ring", {}, "cannot shard both the heads and the keys' sequence"),
