@@ -6,9 +6,10 @@
 from fmeg.data.corpus import Corpus, Document, load_corpus, python_library
 from fmeg.data.loader import Loader
 from fmeg.data.metrics import bits_per_byte, compressed_bits_per_byte
-from fmeg.data.packing import Row, held_out_batches, join_documents
+from fmeg.data.packing import Batch, Row, held_out_batches, join_documents
 
 __all__ = [
+    "Batch",
     "Corpus",
     "Document",
     "Loader",

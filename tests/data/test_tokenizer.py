@@ -36,6 +36,13 @@ def test_separators_are_not_text():
     assert BPE.decode(ids) == "x = 1\n"
 
 
+def test_bytes_of_tokens_add_up_to_the_text():
+    for document, ids in zip(SAMPLE, BPE.encode_documents(SAMPLE), strict=True):
+        assert BPE.token_bytes[ids].sum() == document.num_bytes
+    assert BPE.token_bytes[BPE.encode("né€\n")].sum() == 7
+    assert BPE.token_bytes[BPE.separator] == 0
+
+
 def test_merges_shorten():
     text = SAMPLE[0].text
     assert len(BPE.encode(text)) < 0.6 * len(text.encode())

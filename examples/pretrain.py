@@ -1,0 +1,235 @@
+"""Train a small Llama from scratch on Python's own source, on a mesh, and see how well it compresses what it never saw.
+
+    python examples/pretrain.py                                  a virtual dp=2, tp=2 mesh, in one process
+    python examples/pretrain.py --mesh dp=2,tp=4 --layout fsdp   another mesh, another layout, the same losses
+    torchrun --nproc-per-node 4 examples/pretrain.py             the same on real processes
+    python examples/pretrain.py --text ~/notes --steps 100       other text: a folder, or a file
+
+The text is the standard library of the Python that runs this, without its tests. Some files are held out. Bits per byte
+is what an arithmetic coder would need for those files with this model; gzip and xz compress the same files, as one
+archive. Ctrl-C finishes the step, writes everything and stops. Output: metrics.jsonl, loss.png, sample.py, config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from report import Report
+from torch import Tensor
+
+import fmeg
+from fmeg import Layout, Mesh, TrainState, data, models, optim
+from fmeg.data.tokenizer import Bpe, train_bpe
+from fmeg.models import llama
+
+SMALL = llama.Config(
+    vocab_size=4096, embed=128, layers=4, heads=4, kv_heads=4, head_dim=32, ff=384, tied=True, max_seq=1024
+)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a small language model on a mesh."""
+
+    mesh: str = "dp=2,tp=2"
+    """Axes and sizes. Virtual in one process; real under torchrun."""
+    layout: Literal["megatron", "fsdp", "hsdp", "single"] = "megatron"
+    """Where dimensions live; see `layouts`. The losses are the same in each."""
+    model: str = "small"
+    """`small`, or the name of a preset, such as qwen3-0.6b; its vocabulary becomes `vocab`."""
+    text: Path | None = None
+    """A folder or a file to train on instead of Python's standard library."""
+    steps: int = 340
+    batch: int = 16
+    """Sequences a step, over the whole mesh."""
+    seq: int = 256
+    """Tokens a sequence."""
+    vocab: int = 4096
+    """Size of the byte-pair encoding that is trained first."""
+    lr: float = 0.008
+    """Peak learning rate of Muon and AdamW; linear warm-up over a twentieth of the steps, then linear to 0."""
+    microbatches: int = 1
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """What the model computes in. Parameters are float32, or float64."""
+    seed: int = 0
+    eval_every: int = 50
+    prompt: str = "class "
+    """How the sample at the end begins."""
+    sample: int = 200
+    """Its length in tokens."""
+    out: Path = Path("runs/pretrain")
+
+
+def layouts(mesh: Mesh) -> dict[str, Layout]:
+    """A few layouts by name, for whatever axes the mesh has."""
+    has = lambda *names: tuple(n for n in names if n in mesh.axes)
+    tp, cp, everything = has("tp"), has("cp"), mesh.axes
+    return {
+        # Tensor and sequence parallel, context parallel, and ZeRO-1 over the data-parallel axis.
+        "megatron": Layout(
+            batch=has("dp"), seq=cp, res_seq=cp + tp, heads=tp, kv_heads=tp, ff=tp, vocab=tp, opt=dict(embed=has("dp"))
+        ),
+        # Every device has rows of the batch; parameters rest in pieces and are gathered layer by layer.
+        "fsdp": Layout(batch=everything, params=dict(embed=everything)),
+        # The same within groups along the last axis; whole copies along the others.
+        "hsdp": Layout(batch=everything, params=dict(embed=everything[-1:])),
+        "single": Layout(),
+    }
+
+
+def config(args: Args, vocab_size: int) -> Any:
+    """The model's config, with the tokenizer's vocabulary and the chosen precision."""
+    cfg = SMALL if args.model == "small" else models.presets.get(args.model)
+    wide = torch.float64 if args.dtype == "float64" else torch.float32
+    compute = torch.bfloat16 if args.dtype == "bfloat16" else None
+    return dataclasses.replace(cfg, vocab_size=vocab_size, dtype=wide, compute_dtype=compute)
+
+
+def optimizer(args: Args, axes: Any) -> tuple[optim.Optimizer, optim.Schedule]:
+    """Muon for the matrices, AdamW for the rest, after clipping; and their learning rate."""
+    rate = optim.linear(args.lr, args.steps, warmup=args.steps // 20)
+    decay = optim.decay_by_axes(axes)
+    muon = optim.muon(rate, optim.matrices(axes), mask=decay)
+    return optim.chain(optim.clip_by_global_norm(1.0), muon), rate
+
+
+class Stop:
+    """Ctrl-C asks for a stop after the step, a second one stops at once. Processes agree: none is left waiting."""
+
+    asked = False
+
+    def __enter__(self) -> Stop:
+        self.before = {sig: signal.signal(sig, self._ask) for sig in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for sig, handler in self.before.items():
+            signal.signal(sig, handler)
+
+    def _ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __call__(self, device: torch.device) -> bool:
+        if dist.is_initialized():
+            flag = torch.tensor(int(self.asked), device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            self.asked = bool(flag)
+        return self.asked
+
+
+def main(args: Args) -> int:
+    """Train; returns the exit status: 0, or 130 after Ctrl-C."""
+    with Stop() as stop:
+        train(args, stop)
+    return 130 if stop.asked else 0
+
+
+def train(args: Args, stop: Stop) -> None:
+    """The whole run: text, tokens, a step and a score on the mesh, the loop, what it leaves behind."""
+    mesh = Mesh() if args.layout == "single" else Mesh.from_string(args.mesh)
+    device = mesh.device  # under torchrun this joins the process group
+    first = int(os.environ.get("RANK", "0")) == 0
+
+    corpus = data.load_corpus(args.text)
+    bpe = train_bpe(corpus.train, args.vocab)
+    documents, unseen = bpe.encode_documents(corpus.train), bpe.encode_documents(corpus.held_out)
+    loader = data.Loader(documents, bpe.separator, args.batch, args.seq, args.seed)
+    held_out = data.held_out_batches(unseen, bpe.separator, args.batch, args.seq)
+    some_held_out = held_out[:: max(1, len(held_out) // 4)]
+
+    cfg = config(args, bpe.vocab_size)
+    model = models.model_of(cfg)
+    axes = model.logical_axes(cfg)
+    opt, rate = optimizer(args, axes)
+
+    def create(key: Tensor) -> TrainState:
+        return TrainState.create(model.init(key, cfg), opt, axes)
+
+    def loss_fn(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return model.loss(params, batch, cfg)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Tensor]]:
+        grad_fn = fmeg.value_and_grad(loss_fn, microbatches=args.microbatches)
+        (loss, _), grads = grad_fn(state.params, batch)
+        updates, opt_state = opt.update(grads, state.opt, state.params)
+        params = optim.apply_updates(state.params, updates)
+        return state.next(params=params, opt=opt_state), {"loss": loss, "grad_norm": optim.global_norm(grads)}
+
+    on_mesh: Any = dict(mesh=mesh, layout=layouts(mesh)[args.layout])
+    step = fmeg.jit(train_step, **on_mesh)
+    score = fmeg.jit(loss_fn, axes={"params": axes}, **on_mesh)
+
+    def bits_per_byte(params: Any, batches: Sequence[data.Batch]) -> float:
+        nats = sum(number(score(params, b)[0]) for b in batches)
+        return data.bits_per_byte(nats, sum(int(bpe.token_bytes[b["targets"][b["mask"] > 0]].sum()) for b in batches))
+
+    report = Report(
+        args.out,
+        steps=args.steps,
+        title=f"{args.model}: {model.num_params(cfg) / 1e6:.2f} M parameters, {args.layout} on {mesh}",
+        config=dataclasses.asdict(args) | {"config": dataclasses.asdict(cfg)},
+        baselines=data.compressed_bits_per_byte(corpus.held_out),
+        quiet=not first,
+    )
+    epochs = args.steps * args.batch * args.seq / loader.tokens_per_epoch
+    report.note(
+        f"train {size(corpus.train)}, held out {size(corpus.held_out)}; {args.steps} steps: {epochs:.2f} epochs"
+    )
+    state = fmeg.jit(create, **on_mesh)(fmeg.random.key(args.seed, device))
+    with report:
+        for i in range(args.steps):
+            begin = time.perf_counter()
+            state, metrics = step(state, loader(i))
+            values = {name: number(x) for name, x in metrics.items()}
+            report.step(
+                i + 1, lr=float(rate(i)), tokens=args.batch * args.seq, seconds=time.perf_counter() - begin, **values
+            )
+            if stop(device):
+                break
+            if (i + 1) % args.eval_every == 0 and i + 1 < args.steps:
+                report.held_out(i + 1, bits_per_byte(state.params, some_held_out))
+        report.held_out(i + 1, bits_per_byte(state.params, held_out), final=True)
+    params = fmeg.tree.map(whole, state.params)  # every process takes part
+    if first:
+        report.summary()
+        report.sample(sample(params, cfg, bpe, args))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def whole(x: Any) -> Tensor:
+    """An array on the mesh as a plain tensor."""
+    return x.global_value() if isinstance(x, fmeg.Array) else x
+
+
+def size(documents: Sequence[data.Document]) -> str:
+    return f"{len(documents)} files, {sum(d.num_bytes for d in documents) / 1e6:.2f} MB"
+
+
+def number(x: Any) -> float:
+    return float(whole(x))
+
+
+def sample(params: Any, cfg: Any, bpe: Bpe, args: Args) -> str:
+    """A document that begins with the prompt, up to its end or `args.sample` tokens."""
+    start = torch.tensor([[bpe.separator, *bpe.encode(args.prompt)]], device=params["embed"].device)
+    key = fmeg.random.key(args.seed, start.device)
+    ids = models.generate(params, start, cfg, args.sample, temperature=0.7, key=key)[0, 1:].tolist()
+    return bpe.decode(ids[: ids.index(bpe.separator)] if bpe.separator in ids else ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args)))
