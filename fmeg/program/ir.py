@@ -187,7 +187,18 @@ class Program:
         for v in values_in(self.outputs):
             assert id(v) in seen, f"{self.name}: an output is not defined"
 
+    def same_as(self, other: Program) -> bool:
+        """Whether two Programs are one but for the identity of their values (see fmeg.program.compare)."""
+        from fmeg.program.compare import compare
+
+        return not compare(self, other, limit=1)
+
     def __str__(self) -> str:
         from fmeg.program.printing import format_program
 
         return format_program(self)
+
+    def __repr__(self) -> str:
+        from fmeg.program.printing import summary
+
+        return summary(self)

@@ -12,7 +12,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fmeg.program.ir import Program
+from fmeg.program.ir import Node, Program, Value
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How a structured operation runs its body; what printing, counting and explaining need to know.
+
+    body        inputs as the operation says; outputs: carried, stacked, kept, summed, in this order
+    times       how often it runs
+    label       what a report calls the place: "scan body", "scan body backward", "microbatch", "shard_map"
+    carried     outputs handed to the next run (the first inputs)
+    stacked     outputs of which every run's is a result
+    kept        residuals: outputs of which every run's is held until the backward loop has used it
+    summed      outputs added over the runs
+    residuals   indices (from, to) of the inputs that a forward loop kept
+    pair        what a forward and a backward loop share when no value of the Program ties them
+    """
+
+    body: Program
+    times: int
+    label: str
+    carried: int = 0
+    stacked: int = 0
+    kept: int = 0
+    summed: int = 0
+    residuals: tuple[int, int] = (0, 0)
+    pair: Any = None
 
 
 @dataclass(eq=False)
@@ -33,6 +59,9 @@ class Scan:
     def n_ys(self) -> int:
         return len(self.body.outputs) - self.n_carry
 
+    def loop(self) -> Loop:
+        return Loop(self.body, self.length, "scan body", self.n_carry, self.n_ys)
+
 
 @dataclass(eq=False)
 class ScanPair:
@@ -46,11 +75,28 @@ class ScanPair:
     xs: tuple[int, ...]
     consts: tuple[int, ...]
 
+    def phase(self, phase: str) -> list[Node]:
+        """The nodes of the joint body that belong to one phase."""
+        return [n for n in self.joint.nodes if n.phase == phase]
+
+    def residuals(self) -> list[Value]:
+        """What the backward phase uses of the forward one, all of it: which to redo is chosen after partitioning."""
+        inside = {id(v) for v in self.joint.inputs[: self.scan.n_carry]}
+        inside |= {id(o) for n in self.phase("F") for o in n.outs}
+        used = (v for n in self.phase("B") for v in n.operands() if id(v) in inside)
+        return list({id(v): v for v in used}.values())
+
 
 @dataclass(eq=False)
 class ScanForward:
     pair: ScanPair
     name: str = "scan_forward"
+
+    def loop(self) -> Loop:
+        joint, scan, kept = self.pair.joint, self.pair.scan, self.pair.residuals()
+        n_in, n_out = len(scan.body.inputs), len(scan.body.outputs)
+        body = Program(joint.inputs[:n_in], self.pair.phase("F"), (*joint.outputs[:n_out], *kept), name=joint.name)
+        return Loop(body, scan.length, "scan body", scan.n_carry, scan.n_ys, len(kept), pair=self.pair)
 
 
 @dataclass(eq=False)
@@ -59,6 +105,14 @@ class ScanBackward:
 
     pair: ScanPair
     name: str = "scan_backward"
+
+    def loop(self) -> Loop:
+        pair, joint, kept = self.pair, self.pair.joint, self.pair.residuals()
+        n_in, n_out, n_cts = len(pair.scan.body.inputs), len(pair.scan.body.outputs), len(pair.carries) + len(pair.ys)
+        inputs = (*joint.inputs[n_in:], *kept, *joint.inputs[pair.scan.n_carry : n_in])
+        body = Program(inputs, pair.phase("B"), joint.outputs[n_out:], name=f"{joint.name}.backward")
+        counts = (len(pair.carries), len(pair.xs), 0, len(pair.consts))
+        return Loop(body, pair.scan.length, "scan body backward", *counts, (n_cts, n_cts + len(kept)), pair)
 
 
 @dataclass(eq=False)
@@ -76,6 +130,9 @@ class Accumulate:
     differentiated: bool = False
     name: str = "accumulate"
 
+    def loop(self) -> Loop:
+        return Loop(self.body, self.steps, "microbatch", summed=len(self.body.outputs))
+
 
 @dataclass(eq=False)
 class ShardMap:
@@ -86,6 +143,9 @@ class ShardMap:
     out_specs: tuple[Any, ...]
     axis_sizes: dict[str, int]
     name: str = "shard_map"
+
+    def loop(self) -> Loop:
+        return Loop(self.body, 1, "shard_map", len(self.body.outputs))
 
 
 @dataclass(eq=False)

@@ -112,7 +112,9 @@ def _merge(group: list[Node], swap: dict[int, Value]) -> Node:
         rest = (tuple(n.args[2][0] for n in group),)
     sources = list(dict.fromkeys(n.source for n in group))
     source = sources[0] if len(sources) == 1 else f"{sources[0]} … ({len(group)} values)"
-    node = Node(group[0].op, (xs, group[0].args[1], *rest), {}, source=source, phase=group[0].phase, tags=dict(group[0].tags))
+    reasons = dict.fromkeys(n.tags.get("reason", "") for n in group)
+    tags = {**group[0].tags, "reason": " + ".join(reasons), "sources": tuple(sources)}
+    node = Node(group[0].op, (xs, group[0].args[1], *rest), {}, source=source, phase=group[0].phase, tags=tags)
     node.outs = tuple(Value(n.outs[0].type, node, i, placement=n.outs[0].placement) for i, n in enumerate(group))
     swap.update({id(n.outs[0]): o for n, o in zip(group, node.outs, strict=True)})
     return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fmeg.program.ir import Program
+from fmeg.program.structured import Loop
 
 
 @dataclass(eq=False)
@@ -19,6 +20,10 @@ class LocalScan:
     n_ys: int
     keeps: bool = False
     name: str = "scan"
+
+    def loop(self) -> Loop:
+        kept = len(self.body.outputs) - self.n_carry - self.n_ys
+        return Loop(self.body, self.length, "scan body", self.n_carry, self.n_ys, kept)
 
 
 @dataclass(eq=False)
@@ -35,6 +40,12 @@ class LocalScanBackward:
     n_ct_xs: int
     name: str = "scan_backward"
 
+    def loop(self) -> Loop:
+        first = self.n_carry + self.n_ys
+        summed = len(self.body.outputs) - self.n_carry - self.n_ct_xs
+        residuals = (first, first + self.n_residuals)
+        return Loop(self.body, self.length, "scan body backward", self.n_carry, self.n_ct_xs, 0, summed, residuals)
+
 
 @dataclass(eq=False)
 class LocalAccumulate:
@@ -44,3 +55,6 @@ class LocalAccumulate:
     steps: int
     batched: tuple[bool, ...]
     name: str = "accumulate"
+
+    def loop(self) -> Loop:
+        return Loop(self.body, self.steps, "microbatch", summed=len(self.body.outputs))

@@ -12,6 +12,7 @@ import torch
 from fmeg import tree
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import ALL_REDUCE
+from fmeg.program.cost import Cost, cost
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Program, TensorType, Value
 from fmeg.program.structured import Accumulate, SplitRows
@@ -61,8 +62,21 @@ class Lowered:
 
         return explain(self.program, self.mesh)
 
+    def cost(self) -> Cost:
+        """One rank's arithmetic, memory traffic and peak memory (see fmeg.program.cost)."""
+        return cost(self.program)
+
+    def text(self, stage: str = "local") -> str:
+        """The Program as text: "local", one rank's with its collectives, or "global", before it was partitioned."""
+        if stage not in ("local", "global"):
+            raise ValueError(f"Lowered.text: stage must be 'local' or 'global', given {stage!r}")
+        return str(self.program if stage == "local" else self.traced.program)
+
     def __str__(self) -> str:
-        return str(self.program)
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"Lowered({self.program!r}, {self.mesh}, {self.layout})"
 
 
 @dataclass(eq=False)
