@@ -239,7 +239,7 @@ class Partitioner:
         for v, placement, local in zip(node.outs, sol.outs, outs, strict=True):
             same = at_rest or (len(originals) == 1 and _elementwise(rule))
             fields = {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None} if same else {}
-            p = self.define(v, placement, local, weight=weight, **fields)
+            p = self.define(v, placement, local, weight=weight, reduced=_reduced(placement, originals), **fields)
             if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
                 self.get(p, homes[v.index], "rule")
                 p.home = homes[v.index]
@@ -352,6 +352,14 @@ def _fill(template: Any, fakes: Sequence[Any]) -> Any:
 
 def _elementwise(rule: Rule) -> bool:
     return len(rule.ins) == 1 and len(rule.outs) == 1 and rule.ins[0] == rule.outs[0] and not rule.whole
+
+
+def _reduced(out: Placement, operands: Sequence[Placed]) -> bool:
+    """Does a result's pending sum come from reductions that the program wrote?"""
+    summing = [p for p in operands if p.home.pending]
+    if not summing:
+        return bool(out.pending) and len(operands) == 1
+    return all(p.reduced for p in summing) and out.pending <= frozenset().union(*(p.home.pending for p in summing))
 
 
 def _resting(p: Placed) -> Placed:

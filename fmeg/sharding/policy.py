@@ -18,7 +18,7 @@ from fmeg.program.errors import ShardingError
 from fmeg.program.rule import Dims, Rule
 from fmeg.sharding.value import DimAxes, Placed, Placement, count
 
-OWED = frozenset({"shard", "parameter", "weights stay", "mirror", "rule", "border", "scalar", "gradient", "output", "shard_map"})
+OWED = frozenset({"shard", "parameter", "weights stay", "mirror", "rule", "border", "scalar", "sum", "gradient", "output", "shard_map"})
 CONFLICT = "conflict"
 PENDING = "pending sum"
 
@@ -186,7 +186,7 @@ class Solver:
             resolved = home.pending - target.pending
             if not resolved:
                 return "slice"
-            return "scalar" if p.type.shape == () else "mirror" if self.backward else PENDING
+            return "scalar" if p.type.shape == () else "mirror" if self.backward else "sum" if p.reduced else PENDING
         whole = {a for f, axes in split_dims(self.rule.ins[i], home.dims, self.rule.sizes, self.mesh).items() if f in self.rule.whole for a in axes}
         if all(a in whole for a in lost):
             return "rule" if self.rule.declared else "needs a whole dimension"

@@ -72,6 +72,7 @@ class Placed:
     opt      for parameters: the placement that their gradient is reduced to
     weight   computed from parameters alone: activations move to it, not it to them
     blocks   rows of a batch are held as `blocks` microbatches, each sharded like the batch
+    reduced  its pending sum comes from a reduction that the program wrote (`x.sum(0)`), not from a contraction
     make     for creation operations: builds the local value directly in a placement
     """
 
@@ -85,3 +86,4 @@ class Placed:
     make: Callable[[Placement], Value] | None = None
     name: str = ""
     blocks: int = 1
+    reduced: bool = False
