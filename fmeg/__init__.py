@@ -14,7 +14,7 @@ from fmeg.program.ir import TensorType
 from fmeg.program.trace import trace
 from fmeg.sharding.array import Array
 from fmeg.sharding.spec import Layout, P
-from fmeg.step import TrainState, jit, value_and_grad
+from fmeg.step import TrainState, jit, shard_map, value_and_grad
 
 __version__ = "0.1.0"
 
@@ -34,6 +34,7 @@ __all__ = [
     "save_names",
     "scan",
     "shard",
+    "shard_map",
     "trace",
     "tree",
     "value_and_grad",

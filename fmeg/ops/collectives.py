@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from fmeg.program import recorder
-from fmeg.program.errors import MeshError
-from fmeg.program.ir import TensorType
+from fmeg.program.errors import MeshError, TraceError
+from fmeg.program.ir import Node, TensorType
+
+Axes = tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -26,6 +28,27 @@ class Collective:
     def __repr__(self) -> str:
         return f"<collective {self.name}>"
 
+    def backward(self, rec: Any, node: Node, inputs: list, cts: list, wanted: list[bool]) -> list:
+        """The transpose of the map from all ranks' inputs to all ranks' results (for local code under `shard_map`)."""
+        axes, rest = node.args[1], node.args[2:]
+        out: list[Any] = []
+        for i, (ct, want) in enumerate(zip(cts, wanted, strict=True)):
+            out.append(self._transpose(ct, axes, rest, i) if want and ct is not None else None)
+        return out
+
+    def _transpose(self, ct: torch.Tensor, axes: Axes, rest: tuple, i: int) -> torch.Tensor:
+        if self is ALL_REDUCE:
+            if rest[0] != "sum":
+                raise TraceError("all_reduce(op='max') has no gradient; stop it with .detach(), as a softmax does with its maximum")
+            return all_reduce(ct, axes)
+        if self is ALL_GATHER:
+            return reduce_scatter(ct, axes, rest[0][i])
+        if self is REDUCE_SCATTER:
+            return all_gather(ct, axes, rest[0][i])
+        if self is ALL_TO_ALL:
+            return all_to_all(ct, axes, rest[1][i], rest[0][i])
+        return ppermute(ct, axes, [(dst, src) for src, dst in rest[0]])
+
 
 ALL_REDUCE = Collective("all_reduce")  # (xs, axes, op)
 ALL_GATHER = Collective("all_gather")  # (xs, axes, dims)
@@ -33,8 +56,6 @@ REDUCE_SCATTER = Collective("reduce_scatter")  # (xs, axes, dims)
 ALL_TO_ALL = Collective("all_to_all")  # (xs, axes, split_dims, concat_dims)
 PPERMUTE = Collective("ppermute")  # (xs, axes, perm)
 AXIS_INDEX = Collective("axis_index")  # ([], axes)
-
-Axes = tuple[str, ...]
 
 
 def group_size(axes: Axes, sizes: dict[str, int]) -> int:

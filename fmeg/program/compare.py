@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fmeg.program.ir import Node, Program, Value, op_name
-from fmeg.program.printing import Names, format_node, format_program, loop_of
-from fmeg.program.structured import Loop
+from fmeg.program.printing import Names, format_node, format_program
+from fmeg.program.structured import Loop, loop_of
 
 _TAGS = ("results", "primal", "hints", "remat")  # tags that change what a node means
 

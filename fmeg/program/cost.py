@@ -23,7 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from fmeg.program.ir import Node, Program, map_values
 from fmeg.program.memory import is_view, peak_bytes
 from fmeg.program.primitive import Primitive
-from fmeg.program.printing import is_collective, loop_of, size
+from fmeg.program.printing import is_collective, size
+from fmeg.program.structured import loop_of
 
 
 @dataclass(frozen=True)

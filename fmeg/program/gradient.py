@@ -1,7 +1,7 @@
 """The gradient of a Program, node by node.
 
 The program is replayed into a joint Program: forward nodes first (phase F), then, walking back, each node's cotangents
-(phase B). A primitive gives its own `vjp`; an aten node goes through torch's autograd; a scan becomes a ScanForward and
+(phase B). A primitive gives its own `vjp`, an operation of another kind a method `backward`; an aten node goes through torch's autograd; a scan becomes a ScanForward and
 a ScanBackward that share one joint body. Contributions to a value's cotangent are added, latest use first, and the sum
 passes through a `MIRROR` node that remembers which value it is the cotangent of: the partitioner places it there.
 """
@@ -18,7 +18,7 @@ from fmeg.program.errors import TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
 from fmeg.program.primitive import Primitive
 from fmeg.program.recorder import Recorder, active, constant
-from fmeg.program.structured import Accumulate, Scan, ScanBackward, ScanForward, ScanPair, ShardMap
+from fmeg.program.structured import Accumulate, Scan, ScanBackward, ScanForward, ScanPair
 
 
 @dataclass(eq=False)
@@ -57,15 +57,17 @@ def active_values(program: Program, wrt: Sequence[int]) -> set[int]:
     return on
 
 
-def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int]) -> Program:
+def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int], mesh_sizes: dict[str, int] | None = None) -> Program:
     """The joint Program of `program` and its gradient.
 
     wrt    indices of the float inputs to differentiate by
     outs   indices of the float outputs that get a cotangent (a further input each, in this order)
+    mesh_sizes  for local Programs: sizes of the mesh axes that its collectives name
     Returns a Program with inputs (program.inputs…, cotangents…) and outputs (program.outputs…, gradients…); an input
     on which the outputs do not depend has a gradient of zeros.
     """
     rec = Recorder(active(), f"{program.name}.joint")
+    rec.mesh_sizes = mesh_sizes if mesh_sizes is not None else rec.mesh_sizes
     on = active_values(program, wrt)
     with rec:
         env: dict[int, torch.Tensor] = {}
@@ -242,10 +244,8 @@ def _primitive_backward(rec: Recorder, step: _Step, out_cts: list, wanted: list[
     op = step.node.op
     if op is constant or op is MIRROR:
         return [out_cts[0]] * len(step.inputs)
-    if isinstance(op, ShardMap):
-        from fmeg.program.shard_map_grad import shard_map_vjp
-
-        return shard_map_vjp(rec, step.node, step.inputs, out_cts, wanted)
+    if hasattr(op, "backward"):
+        return op.backward(rec, step.node, step.inputs, out_cts, wanted)
     if isinstance(op, Accumulate):
         raise TraceError("value_and_grad inside a differentiated function is not supported; differentiate the inner loss with torch.func there")
     assert isinstance(op, Primitive), f"no gradient for {step.node.opname}"

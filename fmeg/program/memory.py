@@ -21,8 +21,7 @@ import torch
 
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Program, values_in
-from fmeg.program.printing import loop_of
-from fmeg.program.structured import Loop
+from fmeg.program.structured import Loop, loop_of
 
 aten = torch.ops.aten
 _SAME = ("shard", "name")  # primitives that return their operand

@@ -18,14 +18,13 @@ in the backward pass says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fmeg.program.ir import Node, Program, TensorType, Value, dtype_name
-from fmeg.program.structured import Loop
+from fmeg.program.structured import Loop, loop_of, walk
 
 WIDTH = 120
 _INDENT = "  "
@@ -114,23 +113,9 @@ def format_node(node: Node, names: Names) -> str:
     return f"{node.opname}({', '.join([*args, *kwargs])})"
 
 
-def loop_of(node: Node) -> Loop | None:
-    """How a structured node runs its body; None for every other node."""
-    loop = getattr(node.op, "loop", None)
-    return loop() if loop is not None else None
-
-
 def _bound(node: Node, loop: Loop) -> bool:
     """Whether the node's operands are the body's inputs one by one."""
     return len(node.operands()) == len(loop.body.inputs)
-
-
-def walk(program: Program, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[tuple[Node, int, tuple[str, ...]]]:
-    """Every node, those of nested bodies after the node that runs them: (node, executions, labels of the bodies)."""
-    for node in program.nodes:
-        yield node, times, path
-        if (loop := loop_of(node)) is not None:
-            yield from walk(loop.body, times * loop.times, (*path, loop.label))
 
 
 def _comment(node: Node) -> str:

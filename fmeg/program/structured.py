@@ -4,11 +4,12 @@ Scan            carry, xs, consts -> carry, ys            the body once, run `le
 ScanForward     the same, keeping per-step residuals for its ScanBackward
 ScanBackward    cotangents -> cotangents, walking the steps back
 Accumulate      consts, batch -> sums                     the body once a microbatch, every result summed in order
-ShardMap        local code inside a global Program
+SplitRows       a batch as microbatches
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,20 @@ class Loop:
     summed: int = 0
     residuals: tuple[int, int] = (0, 0)
     pair: Any = None
+
+
+def loop_of(node: Node) -> Loop | None:
+    """How a structured node runs its body; None for every other node."""
+    loop = getattr(node.op, "loop", None)
+    return loop() if loop is not None else None
+
+
+def walk(program: Program, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[tuple[Node, int, tuple[str, ...]]]:
+    """Every node, those of nested bodies after the node that runs them: (node, executions, labels of the bodies)."""
+    for node in program.nodes:
+        yield node, times, path
+        if (loop := loop_of(node)) is not None:
+            yield from walk(loop.body, times * loop.times, (*path, loop.label))
 
 
 @dataclass(eq=False)
@@ -132,20 +147,6 @@ class Accumulate:
 
     def loop(self) -> Loop:
         return Loop(self.body, self.steps, "microbatch", summed=len(self.body.outputs))
-
-
-@dataclass(eq=False)
-class ShardMap:
-    """A local Program with the specs of its inputs and outputs (tuples of mesh axes a dimension)."""
-
-    body: Program
-    in_specs: tuple[Any, ...]
-    out_specs: tuple[Any, ...]
-    axis_sizes: dict[str, int]
-    name: str = "shard_map"
-
-    def loop(self) -> Loop:
-        return Loop(self.body, 1, "shard_map", len(self.body.outputs))
 
 
 @dataclass(eq=False)

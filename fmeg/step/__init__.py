@@ -2,6 +2,7 @@
 
 from fmeg.step.grad import value_and_grad
 from fmeg.step.jit import Jitted, Lowered, jit
+from fmeg.step.shard_map import shard_map
 from fmeg.step.state import Axes, TrainState
 
-__all__ = ["Axes", "Jitted", "Lowered", "TrainState", "jit", "value_and_grad"]
+__all__ = ["Axes", "Jitted", "Lowered", "TrainState", "jit", "shard_map", "value_and_grad"]
