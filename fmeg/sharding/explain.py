@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER, Collective
 from fmeg.program.ir import Node, Program, Value
-from fmeg.program.printing import size, walk
+from fmeg.program.printing import size
+from fmeg.program.structured import walk
 from fmeg.sharding.policy import OWED
 
 if TYPE_CHECKING:
