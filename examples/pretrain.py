@@ -105,7 +105,10 @@ def optimizer(args: Args, axes: Any) -> tuple[optim.Optimizer, optim.Schedule]:
 
 
 class Stop:
-    """Ctrl-C asks for a stop after the step, a second one stops at once. Processes agree: none is left waiting."""
+    """Ctrl-C asks for a stop after the step, a second one stops at once. Processes agree: none is left waiting.
+
+    Under torchrun one Ctrl-C reaches a process twice, from the terminal and from torchrun; the second is ignored.
+    """
 
     asked = False
 
@@ -118,7 +121,7 @@ class Stop:
             signal.signal(sig, handler)
 
     def _ask(self, *_: Any) -> None:
-        if self.asked:
+        if self.asked and not dist.is_initialized():
             raise KeyboardInterrupt
         self.asked = True
 
@@ -201,7 +204,7 @@ def train(args: Args, stop: Stop) -> None:
                 break
             if (i + 1) % args.eval_every == 0 and i + 1 < args.steps:
                 report.held_out(i + 1, bits_per_byte(state.params, some_held_out))
-        report.held_out(i + 1, bits_per_byte(state.params, held_out), final=True)
+        report.held_out(i + 1, bits_per_byte(state.params, some_held_out if stop.asked else held_out), final=True)
     params = fmeg.tree.map(whole, state.params)  # every process takes part
     if first:
         report.summary()

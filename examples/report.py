@@ -85,9 +85,9 @@ class Report:
             self.console.print(f"step {step}/{self.steps}  {shown}  {clock(self.left())} left")
 
     def held_out(self, step: int, bits_per_byte: float, final: bool = False) -> None:
-        """Bits per byte of held-out files after a step: of a few rows, or of all (`final`)."""
+        """Bits per byte of held-out files after a step: of some rows, or `final`, of all (unless stopped)."""
         self.evals.append({"step": step, "bits_per_byte": bits_per_byte})
-        self._write({"step": step, "bits_per_byte": bits_per_byte, "all_held_out": final})
+        self._write({"step": step, "bits_per_byte": bits_per_byte, "final": final})
         if self.live.is_started:
             self.live.update(self._view())
         else:
@@ -160,6 +160,8 @@ class Report:
                 f"{speed:,.0f}",
                 f"memory {gib(last['memory_bytes'])}, gradient norm {last['grad_norm']:.2f}",
             )
+        else:
+            grid.add_row("tracing, differentiating, partitioning the step; then it runs …")
         return Panel(Group(grid, self.progress.get_renderable()), title=self.title)
 
 

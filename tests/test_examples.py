@@ -54,7 +54,7 @@ def test_a_mesh_has_the_losses_of_one_device_and_leaves_everything_behind(pretra
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.py").read_text().startswith("class ")
     evals = [r for r in records(out) if "bits_per_byte" in r]
-    assert [e["step"] for e in evals] == [2, 3] and evals[-1]["all_held_out"]
+    assert [e["step"] for e in evals] == [2, 3] and evals[-1]["final"]
     assert json.loads((out / "config.json").read_text())["layout"] == "megatron"
 
 
@@ -80,7 +80,7 @@ def test_ctrl_c_finishes_the_step_and_writes(text, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert records(tmp_path)[-1]["all_held_out"] and len(losses(tmp_path)) < 10000
+    assert records(tmp_path)[-1]["final"] and len(losses(tmp_path)) < 10000
     assert "bits per byte" in output and (tmp_path / "loss.png").exists() and (tmp_path / "sample.py").exists()
 
 
