@@ -125,7 +125,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def resolve(spec: Sequence[Entry], table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], what: str = "spec") -> DimAxes:
-    """Mesh axes of each dimension of `spec` under a view's table; axes of size 1 are dropped.
+    """Mesh axes of each dimension of `spec` under a view's table; axes of size 1, or absent from `sizes`, are dropped.
 
     >>> resolve(P("batch", None), {"batch": ("dp",)}, {"dp": 2})
     (('dp',), ())
@@ -134,7 +134,7 @@ def resolve(spec: Sequence[Entry], table: Mapping[str, tuple[str, ...]], sizes: 
     for entry in spec:
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
         axes = tuple(a for n in names for a in (table[n] if n in table else (n,) if n in sizes else ()))
-        axes = tuple(a for a in axes if sizes[a] > 1)
+        axes = tuple(a for a in axes if sizes.get(a, 1) > 1)
         for a in axes:
             if a in seen:
                 raise ShardingError(f"{what}: {tuple(spec)} puts two dimensions (or one twice) on the mesh axis {a!r}; a mesh axis can shard one dimension of a tensor")

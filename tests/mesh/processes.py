@@ -42,7 +42,7 @@ def run(checks: Sequence[Check], world: int) -> dict[str, list[str]]:
 def _work(rank: int, checks: list[Check], world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     init_distributed(timeout=timedelta(seconds=60))
     results = {}
     for check in checks:
