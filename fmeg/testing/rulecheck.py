@@ -189,12 +189,12 @@ def _run_local(
     shapes = [tuple(prod(info.size(f) for f in d) for d in dims) for dims in rule.ins]
     types = [TensorType(shape, v.dtype) for shape, v in zip(shapes, node.operands(), strict=True)]
     rec, out = record_flat(fn, types, mesh_sizes=mesh)
-    program = rec.program(_tensors(out, node))
+    program = rec.program(list(out) if isinstance(out, (tuple, list)) else [out])
     return lambda backend, values: Executable(program, backend)(values)
 
 
 def _tensors(results: Any, node: Node) -> list[Any]:
-    """The results that a node has, in order."""
+    """Of all results of the operation, those that the node has."""
     everything = list(results) if isinstance(results, (tuple, list)) else [results]
     return [everything[i] for i in node.tags.get("results", range(len(everything)))]
 

@@ -135,10 +135,25 @@ def axes_of(info: Local, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(a for f in names for a in info.axes(f))
 
 
+def only(mask: Tensor, x: Tensor) -> Tensor:
+    """`x` where the mask holds, zero (or False) elsewhere."""
+    return torch.where(mask, x, False if x.dtype == torch.bool else 0)
+
+
+def no_sum(value: Value, *dims: tuple[str, ...]) -> frozenset[str]:
+    """The factors that must be whole for a value that cannot be a pending sum: of bools."""
+    return factors(dims) if value.dtype == torch.bool else frozenset()
+
+
+def given_results(node: Node, results: Sequence[Any]) -> tuple[Any, ...]:
+    """Of all results of an operation, those that the node has (the others are None)."""
+    return tuple(results[i] for i in node.tags.get("results", range(len(results))))
+
+
 def once(info: Local, x: Any, names: Iterable[str]) -> Any:
     """`x` on the first shard of the factors, zero on the others, so that a pending sum counts it once."""
     for f in split(info, names):
-        x = torch.where(info.offset(f) == 0, x, 0)
+        x = only(info.offset(f) == 0, x)
     return x
 
 

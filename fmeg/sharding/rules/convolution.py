@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmeg.program.ir import Node
 from fmeg.program.rule import Dims, Local, Rule
-from fmeg.sharding.rules.common import Call, dims_of, factors, local_call, once
+from fmeg.sharding.rules.common import Call, dims_of, factors, given_results, local_call, once
 from fmeg.sharding.rules.table import Table
 
 RULES = Table()
@@ -78,7 +78,8 @@ def convolution_backward(node: Node) -> Rule:
             channels *= info.size(f)
         sizes = [channels] if a["bias_sizes"] else a["bias_sizes"]
         gx, gw, gb = node.op(**(a | {"groups": _groups(info, d), "bias_sizes": sizes}))
-        return gx, gw, gb if gb is None else once(info, gb, ["ci"] if "ci" in d.sizes else [])
+        gb = gb if gb is None else once(info, gb, ["ci"] if "ci" in d.sizes else [])
+        return given_results(node, (gx, gw, gb))
 
     outs = call.kept(d.x, d.w, d.b)
     ins = call.ins(grad_output=d.y, input=d.x, weight=d.w)

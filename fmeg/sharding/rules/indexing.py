@@ -12,7 +12,19 @@ from torch import Tensor
 
 from fmeg.program.ir import Node, Value
 from fmeg.program.rule import Dims, Local, Rule
-from fmeg.sharding.rules.common import Call, additive, dims_of, factors, in_shard, local_call, node_rule, once, split
+from fmeg.sharding.rules.common import (
+    Call,
+    additive,
+    dims_of,
+    factors,
+    in_shard,
+    local_call,
+    no_sum,
+    node_rule,
+    once,
+    only,
+    split,
+)
 from fmeg.sharding.rules.table import Table, no_rule
 
 RULES = Table()
@@ -37,7 +49,7 @@ def embedding(node: Node) -> Rule:
         if not split(info, factors(table[:1])):
             return node.op(**a)
         index, here = in_shard(info, a["indices"], "w0", v)
-        return torch.where(_column(here, 1), node.op(**(a | {"indices": index})), 0)
+        return only(_column(here, 1), node.op(**(a | {"indices": index})))
 
     return node_rule(node, (table, ids), ((*ids, table[1]),), linear=LINEAR, local=local_call(node.op, local))
 
@@ -89,8 +101,9 @@ def gather(node: Node) -> Rule:
         if not split(info, x[dim]):
             return node.op(**a)
         index, here = in_shard(info, a["index"], x[dim][0], shape[dim])
-        return torch.where(here, node.op(**(a | {"index": index})), 0)
+        return only(here, node.op(**(a | {"index": index})))
 
+    whole |= no_sum(call["self"], x[dim])
     return node_rule(node, (x, i), (i,), whole=whole, linear=LINEAR, local=local_call(node.op, local))
 
 
@@ -107,9 +120,10 @@ def index_select(node: Node) -> Rule:
         if not split(info, factors(dims[dim : dim + 1])):
             return node.op(**a)
         at, here = in_shard(info, a["index"], dims[dim][0], shape[dim])
-        return torch.where(_column(here, len(shape) - dim - 1), node.op(**(a | {"index": at})), 0)
+        return only(_column(here, len(shape) - dim - 1), node.op(**(a | {"index": at})))
 
-    return node_rule(node, (dims, index), (out,), linear=LINEAR, local=local_call(node.op, local))
+    whole = no_sum(call["self"], *dims[dim : dim + 1])
+    return node_rule(node, (dims, index), (out,), whole=whole, linear=LINEAR, local=local_call(node.op, local))
 
 
 def _drop(
@@ -221,9 +235,10 @@ def index(node: Node) -> Rule:
     def local(info: Local, a: dict[str, Any]) -> Tensor:
         indices, mask = _local_indices(info, a, x, at, shape)
         got = torch.ops.aten._unsafe_index(a["self"], indices)  # integers: the shape does not depend on data
-        return got if mask is None else torch.where(_column(mask, after), got, 0)
+        return got if mask is None else only(_column(mask, after), got)
 
-    return node_rule(node, (x, *ids), (out,), linear=LINEAR, local=local_call(node.op, local))
+    whole = no_sum(call["self"], *(x[d] for d in at))
+    return node_rule(node, (x, *ids), (out,), whole=whole, linear=LINEAR, local=local_call(node.op, local))
 
 
 @RULES.register("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -242,7 +257,7 @@ def index_put(node: Node) -> Rule:
         if a["accumulate"]:
             a = a | {"self": once(info, a["self"], over)}
         if mask is not None:
-            a = a | {"values": torch.where(_column(mask, after), a["values"], 0)}
+            a = a | {"values": only(_column(mask, after), a["values"])}
         return node.op(**(a | {"indices": indices}))
 
     whole = frozenset() if call["accumulate"] else looked | frozenset(over)

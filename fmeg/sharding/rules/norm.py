@@ -9,7 +9,7 @@ from typing import Any
 
 from fmeg.program.ir import Node
 from fmeg.program.rule import Dims, Local, Rule
-from fmeg.sharding.rules.common import Call, changed, dims_of, factors, node_rule
+from fmeg.sharding.rules.common import Call, changed, dims_of, factors, given_results, node_rule
 from fmeg.sharding.rules.table import Table
 
 RULES = Table()
@@ -68,7 +68,9 @@ def _groups(call: Call, shape: tuple[int, ...]) -> dict[str, Any]:
         "stats": (batch, groups),
         "sizes": sizes,
         "whole": factors((inner, *rest)),
-        "local": changed(call.op, **told),
+        "local": lambda info, *args, **kwargs: given_results(
+            call.node, changed(call.op, **told)(info, *args, **kwargs)
+        ),
     }
 
 

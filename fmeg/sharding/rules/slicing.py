@@ -13,7 +13,18 @@ from torch import Tensor
 
 from fmeg.program.ir import Node
 from fmeg.program.rule import Dims, Local, Rule
-from fmeg.sharding.rules.common import Call, additive, dims_of, factors, local_call, local_shape, node_rule
+from fmeg.sharding.rules.common import (
+    Call,
+    additive,
+    changed,
+    dims_of,
+    factors,
+    local_call,
+    local_shape,
+    no_sum,
+    node_rule,
+    only,
+)
 from fmeg.sharding.rules.table import Table
 
 RULES = Table()
@@ -42,7 +53,7 @@ def pick(info: Local, x: Tensor, dim: int, index: int, keep: bool) -> Tensor:
     at = index - info.offset(f"d{dim}")
     size = info.size(f"d{dim}")
     here = (at >= 0) & (at < size)
-    out = torch.where(here, x.index_select(dim, torch.where(here, at, 0).reshape(1)), 0)
+    out = only(here, x.index_select(dim, torch.where(here, at, 0).reshape(1)))
     return out if keep else out.squeeze(dim)
 
 
@@ -50,7 +61,7 @@ def put(info: Local, x: Tensor, dim: int, index: int) -> Tensor:
     """The transpose of `pick`: `x`, with size 1 at `dim`, as element `index` of a sharded dimension of zeros."""
     size = info.size(f"d{dim}")
     hit = torch.arange(size, device=x.device) == index - info.offset(f"d{dim}")
-    return torch.where(hit.reshape(-1, *(1,) * (x.ndim - dim - 1)), x, 0)
+    return only(hit.reshape(-1, *(1,) * (x.ndim - dim - 1)), x)
 
 
 def _one(node: Node, dim: int, index: int, keep: bool) -> Rule:
@@ -58,15 +69,13 @@ def _one(node: Node, dim: int, index: int, keep: bool) -> Rule:
     dims = dims_of(x.shape)
     out = replaced(dims, dim, ()) if keep else dims[:dim] + dims[dim + 1 :]
     held = factors((dims[dim],))
-    if x.dtype == torch.bool:
-        return node_rule(node, (dims,), (out,), whole=held)
 
     def local(info: Local, *args: Any, **kwargs: Any) -> Tensor:
         if any(info.parts(f) > 1 for f in held):
             return pick(info, args[0], dim, index, keep)
         return node.op(*args, **kwargs)
 
-    return node_rule(node, (dims,), (out,), linear=LINEAR, local=local)
+    return node_rule(node, (dims,), (out,), whole=no_sum(x, dims[dim]), linear=LINEAR, local=local)
 
 
 @RULES.register("aten.select.int")
@@ -263,7 +272,7 @@ def triangle(node: Node) -> Rule:
             for n, d in zip(x.shape[-2:], dims[-2:], strict=True)
         )
         away = j - i.unsqueeze(-1)
-        return torch.where(away <= k if lower else away >= k, x, 0)
+        return only(away <= k if lower else away >= k, x)
 
     return node_rule(node, (dims,), (dims,), linear=LINEAR, local=local_call(node.op, local))
 
@@ -284,14 +293,26 @@ def constant_pad_nd(node: Node) -> Rule:
     return node_rule(node, (dims,), (out,), whole=frozenset(whole), linear=linear)
 
 
+def _windows(call: Call, shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Dims, Dims, frozenset[str]]:
+    """Dims of a tensor and of its windows; factors that are whole."""
+    dim = call.values.get("dimension", call["dim"]) % len(shape)
+    dims = dims_of(shape)
+    windows = (*own(dims, dim, "windows", out[dim]), () if out[-1] == 1 else ("window",))
+    return dims, windows, factors((dims[dim], windows[dim], windows[-1]))
+
+
 @RULES.register("aten.unfold")
 def unfold(node: Node) -> Rule:
     """Windows of a dimension, which is whole, as a last one."""
     call = Call(node)
-    shape = call.shape("self")
-    dim = call["dimension"] % len(shape)
-    dims = dims_of(shape)
-    counts = node.outs[0].shape
-    out = (*own(dims, dim, "windows", counts[dim]), () if counts[-1] == 1 else ("window",))
-    whole = factors((dims[dim], out[dim], out[-1]))
-    return node_rule(node, (dims,), (out,), whole=whole, linear=LINEAR)
+    dims, windows, whole = _windows(call, call.shape("self"), node.outs[0].shape)
+    return node_rule(node, (dims,), (windows,), whole=whole, linear=LINEAR)
+
+
+@RULES.register("aten.unfold_backward")
+def unfold_backward(node: Node) -> Rule:
+    """Windows added where they came from, in a dimension that is whole."""
+    call = Call(node)
+    dims, windows, whole = _windows(call, node.outs[0].shape, call.shape("grad_in"))
+    local = changed(node.op, input_sizes=lambda info: local_shape(info, dims))
+    return node_rule(node, (windows,), (dims,), whole=whole, linear=LINEAR, local=local)
