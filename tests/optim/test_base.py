@@ -31,8 +31,8 @@ def test_freeze_moves_nothing(params, train, assert_same):
 
 
 def test_apply_updates_adds_wide_and_keeps_the_dtype():
-    """1 + 2⁻⁸ is no bfloat16, but 1 + 3 · 2⁻⁹ rounds up to 1 + 2⁻⁷: adding a rounded update would give 1.0."""
-    p, u = torch.ones(1, dtype=torch.bfloat16), torch.full((1,), 3 * 2.0**-9)
+    """1 + 2⁻⁸ + 2⁻¹⁷ rounds up to 1 + 2⁻⁷; with the update rounded first, 1 + 2⁻⁸ would be a tie and round to 1."""
+    p, u = torch.ones(1, dtype=torch.bfloat16), torch.full((1,), 2.0**-8 + 2.0**-17)
     assert apply_updates({"w": p}, {"w": u})["w"] == torch.tensor([1 + 2.0**-7], dtype=torch.bfloat16)
     assert apply_updates(p, u).dtype == torch.bfloat16
 

@@ -36,6 +36,7 @@ def test_logical_axes_of_a_llama_and_a_gpt2():
         "final_norm": "(embed)",
     }
     assert matrices({"embed": "vocab embed"}, skip=()) == {"embed": "(vocab) (embed)"}
+    assert matrices({"w": "head_dim embed"}) == {"w": "(head_dim) (embed)"}
     assert matrices({"conv": "in out height width"}) == {"conv": None}
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fmeg.optim.newton_schulz import QUINTIC, _flops, _primitive, _rule, newton_schulz
 from fmeg.program.ir import Node, TensorType, Value
+from fmeg.testing.rulecheck import check_rule
 
 SHAPES = [(4, 4), (3, 8), (8, 3), (1, 5)]
 
@@ -108,3 +109,8 @@ def test_flops_are_those_of_its_products():
 def test_vectors_are_refused():
     with pytest.raises(ValueError, match=r"at least two dimensions, given shape \(3,\)"):
         newton_schulz(torch.ones(3))
+
+
+def test_rule_on_virtual_meshes():
+    assert check_rule(_primitive, normal(4, 6, 8), coefficients=QUINTIC, eps=1e-7) >= 2
+    assert check_rule(_primitive, normal(4, 4, 6, 8), coefficients=QUINTIC, eps=1e-7) >= 5
