@@ -21,7 +21,7 @@ import torch
 
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Program, values_in
-from fmeg.program.structured import Loop, loop_of
+from fmeg.program.structured import Loop, SplitRows, loop_of
 
 aten = torch.ops.aten
 _SAME = ("shard", "name")  # primitives that return their operand
@@ -33,7 +33,7 @@ def is_view(node: Node) -> bool:
     if isinstance(op, torch._ops.OpOverload):
         returns = op._schema.returns
         return op is aten._unsafe_view.default or any(r.alias_info and not r.alias_info.is_write for r in returns)
-    return op is MIRROR or getattr(op, "name", "") in _SAME
+    return op is MIRROR or isinstance(op, SplitRows) or getattr(op, "name", "") in _SAME
 
 
 @dataclass
@@ -71,7 +71,7 @@ def _measure(program: Program) -> _Body:
     for i, node in enumerate(program.nodes):
         loop = loop_of(node)
         made = sum(body.size[body.root[id(o)]] for o in node.outs if body.root[id(o)] == id(o))
-        during = freed = 0
+        during = freed = held = 0
         if loop is not None:
             inner = _measure(loop.body)
             given = handles.pop(id(loop.pair), 0) if loop.residuals[1] > loop.residuals[0] else 0
@@ -85,7 +85,7 @@ def _measure(program: Program) -> _Body:
             elif kept:
                 handles[id(loop.pair)] = kept
                 made += kept
-        body.peak = max(body.peak, live + made, live + during)
+        body.peak = max(body.peak, live + made - held, live + during)
         live += made - freed - sum(body.size[r] for r in last.get(i, ()))
     return body
 

@@ -115,7 +115,7 @@ def format_node(node: Node, names: Names) -> str:
 
 def _bound(node: Node, loop: Loop) -> bool:
     """Whether the node's operands are the body's inputs one by one."""
-    return len(node.operands()) == len(loop.body.inputs)
+    return len(node.operands()) == len(loop.body.inputs) and loop.residuals == (0, 0)
 
 
 def _comment(node: Node) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -35,6 +36,21 @@ def type_of(leaf: Any) -> TensorType | None:
     return t if isinstance(t, TensorType) else None
 
 
+def argument_paths(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """What to call each leaf of `fn`'s arguments: the parameter's name and the path within it.
+
+    >>> argument_paths(lambda params, *rest: None, ({"w": 1, "b": 2}, 3, 4))
+    ['params.b', 'params.w', 'args[1]', 'args[2]']
+    """
+    try:
+        kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in signature(fn).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        names = []
+    names += [f"args[{i}]" for i in range(len(names), len(args))]
+    return [f"{name}.{path}" if path else name for name, a in zip(names, args, strict=False) for path in tree.paths(a)]
+
+
 def record_flat(
     fn: Callable[..., Any],
     types: Sequence[TensorType],
@@ -50,7 +66,7 @@ def record_flat(
     rec = Recorder(parent, name)
     rec.mesh_sizes = mesh_sizes if mesh_sizes is not None else (parent.mesh_sizes if parent else None)
     fakes = [rec.new_input(t, n) for t, n in zip(types, names or [""] * len(types), strict=True)]
-    with rec, Intercept():
+    with torch.inference_mode(False), rec, Intercept():
         out = fn(*fakes)
     return rec, out
 
@@ -67,7 +83,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> Traced:
     ['aten.sin.default', 'aten.add.Tensor']
     """
     leaves, in_tree = tree.flatten(args)
-    paths = tree.paths(args)
+    paths = argument_paths(fn, args)
     types = [type_of(x) for x in leaves]
     fn_name = getattr(fn, "__name__", type(fn).__name__)
     out_box: list[Any] = []

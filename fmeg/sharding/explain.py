@@ -125,7 +125,7 @@ class Explanation:
         for r in self.rows:
             where = f"{r.segment}{' (again)' if r.again else ''}"
             values = r.values[0] if r.tensors == 1 else f"{r.values[0]} and {r.tensors - 1} more"
-            lines = r.sources[0] if len(r.sources) == 1 else f"{r.sources[0]} and {len(r.sources) - 1} more"
+            lines = f"{r.sources[0]} and {len(r.sources) - 1} more" if len(r.sources) > 1 else "".join(r.sources)
             reason = r.reason if r.owed else f"{r.reason} (implicit)"
             numbers = (f"{r.count}×", size(r.nbytes), size(r.total))
             yield where, r.phase, r.kind, f"{'+'.join(r.axes)} ({r.group})", *numbers, values, reason, lines
@@ -209,7 +209,7 @@ def _row(node: Node, times: int, path: tuple[str, ...], mesh: Mesh) -> Row:
         tensors=len(xs),
         nbytes=sum(received(node.op, v.type.nbytes, n) for v in xs),
         values=tuple(f"{_type(x)} -> {_type(y)}" for x, y in zip(xs, node.outs, strict=True)),
-        sources=tuple(node.tags.get("sources", (node.source,))),
+        sources=tuple(filter(None, node.tags.get("sources", (node.source,)))),
         path=path,
         phase=node.phase,
         again=bool(node.tags.get("again")),

@@ -16,7 +16,7 @@ from fmeg.program.ir import Program, TensorType, Value
 from fmeg.program.passes import ancestors
 from fmeg.program.recorder import Recorder
 from fmeg.program.structured import Accumulate, SplitRows
-from fmeg.program.trace import record_flat
+from fmeg.program.trace import argument_paths, record_flat
 
 LossFn = Callable[..., Any]
 CONTRACT = (
@@ -188,7 +188,7 @@ def _loss_program(rec: Recorder | None, loss_fn: LossFn, params: Any, batch: Any
         info["n"] = len(r.sums)
         return [*r.sums, *(c.to(s.dtype) for s, c in zip(r.sums, counts, strict=True)), *aux_leaves]
 
-    paths = tree.paths((params, batch, rest))
+    paths = argument_paths(loss_fn, (params, batch, *rest))
     names = [p for p, d in zip(paths, dynamic, strict=True) if d]
     inner, outs = record_flat(flat, [TensorType.of(x) for x, d in zip(leaves, dynamic, strict=True) if d], names, parent=rec, name=_name(loss_fn))
     info["captured"] = [t for t, _ in inner.captured]
