@@ -33,6 +33,7 @@ from fmeg.program.trace import record_flat
 from fmeg.sharding.policy import OWED, Solver, split_dims
 from fmeg.sharding.reshard import Move, plan
 from fmeg.sharding.rules import rule_for
+from fmeg.sharding.rules.creation import standalone
 from fmeg.sharding.spec import resolve
 from fmeg.sharding.value import Placed, Placement, count
 
@@ -219,6 +220,7 @@ class Partitioner:
         return t.shape[d] % count(axes, self.ctx.sizes) == 0
 
     def _ruled(self, node: Node) -> None:
+        node = standalone(node)
         rule = rule_for(node)
         operands = [self.placed(v) for v in node.operands()]
         at_rest = len(operands) == 1 and operands[0].use is not None and _elementwise(rule)
@@ -312,10 +314,11 @@ class Partitioner:
         results = list(out) if isinstance(out, (tuple, list)) else [out]
         program = rec.program(results)
         swap = {id(i): v for i, v in zip(program.inputs, values, strict=True)}
+        tags = {k: v for k, v in self.tags.items() if k != "results"}
         for n in program.nodes:
             n.args, n.kwargs = map_values(lambda v: swap.get(id(v), v), (n.args, n.kwargs))
             n.source, n.phase = self.source, self.phase
-            n.tags = {**self.tags, **n.tags, **({"reason": "rule"} if isinstance(n.op, Collective) and n.op is not AXIS_INDEX else {})}
+            n.tags = {**tags, **n.tags, **({"reason": "rule"} if isinstance(n.op, Collective) and n.op is not AXIS_INDEX else {})}
             self.nodes.append(n)
         final = []
         for v, (t, p) in zip(program.outputs, outs, strict=True):

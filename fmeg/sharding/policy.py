@@ -146,9 +146,10 @@ class Solver:
             sol.targets.append(target)
             sol.reasons.append(self._reason(i, target))
         passed = frozenset(a for axes in stays.values() for a in axes)
+        given = {f for dims in rule.ins for d in dims for f in d} - set(rule.resolved) - set(rule.whole)
         for dims in rule.outs:
             kept = {f for d in dims for f in d}
-            summed = {a for f, axes in self.axes.items() if f not in kept and f not in rule.resolved and f not in rule.whole for a in axes}
+            summed = {a for f in given - kept for a in self.axes.get(f, ())}
             placed = self._dims(dims)
             sol.outs.append(Placement(placed, (passed | summed) - {a for d in placed for a in d}))
         return sol
