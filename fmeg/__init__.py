@@ -16,6 +16,8 @@ from fmeg.sharding.array import Array
 from fmeg.sharding.spec import Layout, P
 from fmeg.step import TrainState, jit, shard_map, value_and_grad
 
+from fmeg import data, models, optim  # isort: skip  (these are written in the vocabulary above)
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -25,10 +27,13 @@ __all__ = [
     "P",
     "TensorType",
     "TrainState",
+    "data",
     "einsum",
     "jit",
+    "models",
     "name",
     "ops",
+    "optim",
     "random",
     "remat",
     "save_names",

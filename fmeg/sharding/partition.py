@@ -106,10 +106,12 @@ class Partitioner:
         if p.make is not None:
             p.copies[target] = p.make(target)
             return p.copies[target]
+        if not p.type.shape and not any(target.pending <= src.pending for src in p.copies):
+            return self._scalar_to_pending(p, target, reason)
         itemsize = p.type.dtype.itemsize
         options = []
         for k, (src, _) in enumerate(p.copies.items()):
-            if target.pending <= src.pending or not p.type.shape:
+            if target.pending <= src.pending:
                 options.append((*self._plan(src, target, p.type, itemsize), k, src))
         cost, moves, _, src = min(options, key=lambda o: (o[0], o[2]))
         if any(m.kind != "slice" for m in moves) and self.ctx.strict and reason not in OWED:
@@ -121,6 +123,14 @@ class Partitioner:
                 continue
             value = self._move(value, p.type, m, reason)
             p.copies[m.to] = value
+        return p.copies[target]
+
+    def _scalar_to_pending(self, p: Placed, target: Placement, reason: str) -> Value:
+        """A 0-d value as a pending sum, for free: the first rank of each axis keeps it, the others hold zero."""
+        src = max(p.copies, key=lambda c: len(c.pending & target.pending))
+        base = self.get(p, Placement((), src.pending & target.pending), reason)
+        axes = tuple(a for a in self.ctx.sizes if a in target.pending - src.pending)
+        p.copies[target] = self.inline(_keep_first(axes), (base,), {}, [(p.type, target)])[0]
         return p.copies[target]
 
     def _plan(self, src: Placement, target: Placement, t: TensorType, itemsize: int) -> tuple[float, tuple[Move, ...]]:
@@ -355,6 +365,10 @@ def _fill(template: Any, fakes: Sequence[Any]) -> Any:
 
 def _elementwise(rule: Rule) -> bool:
     return len(rule.ins) == 1 and len(rule.outs) == 1 and rule.ins[0] == rule.outs[0] and not rule.whole
+
+
+def _keep_first(axes: tuple[str, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.where(axis_index(axes) == 0, x, torch.zeros_like(x))
 
 
 def _reduced(out: Placement, operands: Sequence[Placed]) -> bool:

@@ -142,7 +142,7 @@ class Solver:
         stays = self._staying()
         for i, p in enumerate(self.operands):
             dims = self._dims(rule.ins[i])
-            target = Placement(dims, frozenset(a for a in p.home.pending if a in stays.get(i, ())))
+            target = Placement(dims, frozenset(stays.get(i, ())))
             sol.targets.append(target)
             sol.reasons.append(self._reason(i, target))
         passed = frozenset(a for axes in stays.values() for a in axes)
@@ -163,7 +163,9 @@ class Solver:
         pending = {i: [a for a in self.mesh if a in p.home.pending and a not in self.owner] for i, p in enumerate(self.operands)}
         out: dict[int, tuple[str, ...]] = {}
         if rule.joint:
-            everyone = [a for a in self.mesh if all(a in pending[i] for i in rule.linear)]
+            scalars = all(self.operands[i].type.shape == () for i in rule.linear)
+            some_or_all = any if scalars else all  # a whole 0-d value becomes pending for free
+            everyone = [a for a in self.mesh if some_or_all(a in pending[i] for i in rule.linear)]
             outside = any(self.operands[i].home.pending for i in pending if i not in rule.linear)
             if everyone and not outside:
                 for i in rule.linear:

@@ -11,10 +11,10 @@ import torch
 
 from fmeg import tree
 from fmeg.mesh import Mesh
-from fmeg.ops.collectives import ALL_REDUCE
+from fmeg.ops.collectives import Collective
 from fmeg.program.cost import Cost, cost
 from fmeg.program.errors import ShardingError
-from fmeg.program.ir import Program, TensorType, Value
+from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, SplitRows
 from fmeg.program.trace import Traced, trace, type_of
 from fmeg.sharding.array import Array
@@ -209,7 +209,7 @@ def _states(out: Any) -> list[TrainState]:
     return [x for x in tree.leaves(out, is_leaf=lambda x: isinstance(x, TrainState)) if isinstance(x, TrainState)]
 
 
-def state_leaves(state: TrainState, name: str) -> list[Leaf]:
+def state_leaves(state: TrainState, prefix: str) -> list[Leaf]:
     """The tensors of a TrainState in tree order, with their roles and axes."""
     out = []
     for path, x in zip(tree.paths(state), tree.leaves(state), strict=True):
@@ -219,7 +219,9 @@ def state_leaves(state: TrainState, name: str) -> list[Leaf]:
         head, _, rest = path.partition(".")
         role = head if head in ("params", "opt") else "data"
         names = state.axes.lookup(rest, len(t.shape)) if role != "data" else None
-        out.append(Leaf(f"{name}.{path}", t, role, names or (None,) * len(t.shape)))
+        if names is not None and role == "opt":  # factored moments keep the parameter's rank, with dimensions of size 1
+            names = tuple(None if n == 1 else name for name, n in zip(names, t.shape, strict=True))
+        out.append(Leaf(f"{prefix}.{path}", t, role, names or (None,) * len(t.shape)))
     return out
 
 
@@ -291,10 +293,12 @@ def partition(
     return Lowered(name, mesh, layout, traced, local_program, placements, out_placements, blocks)
 
 
-def _joinable(node: Any) -> bool:
-    reason = node.tags.get("reason")
-    single = len(node.outs) == 1
-    return single and ((node.op is ALL_REDUCE and reason in ("gradient", "scalar", "output")) or (getattr(node.op, "name", "") == "reduce_scatter" and reason == "gradient"))
+_JOINED = {"all_reduce": ("gradient", "scalar", "output"), "reduce_scatter": ("gradient",), "all_gather": ("output",)}
+
+
+def _joinable(node: Node) -> bool:
+    """Collectives of the step itself that may share one call: gradients, scalars, parameters on their way out."""
+    return isinstance(node.op, Collective) and len(node.outs) == 1 and node.tags.get("reason") in _JOINED.get(node.op.name, ())
 
 
 def _blocks(program: Program) -> list[int]:

@@ -43,13 +43,8 @@ def normal(seed):
     return tree.map(lambda s: torch.randn([SIZES[n] for n in s.split()], generator=g, dtype=torch.float64), AXES)
 
 
-SIZE_ONE = pytest.mark.xfail(
-    strict=True, reason="jit places a factored moment's dimension of size 1 as the parameter's"
-)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SIZE_ONE if n == "adafactor" else ()) for n in OPTIMIZERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_mesh_equals_one_device(name, layout):
     opt = OPTIMIZERS[name]
 
