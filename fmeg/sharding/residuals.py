@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fmeg.ops.collectives import ALL_GATHER, AXIS_INDEX, Collective
+from fmeg.ops.collectives import ALL_GATHER, ALL_TO_ALL, AXIS_INDEX, Collective
 from fmeg.ops.remat import Policy
 from fmeg.ops.shard import name_p
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
@@ -50,11 +50,23 @@ def _forced(node: Node) -> bool:
     if region is None:
         return False
     policy: Policy = region[1]
-    if policy.kind == "names":
-        return not (node.op is name_p and node.args[1] in policy.names)
     if policy.kind == "dots":
         return not (node.op in _PRODUCTS or (isinstance(node.op, Primitive) and node.op.name in _PRODUCT_NAMES))
     return True
+
+
+def _named(joint: Program) -> set[int]:
+    """Nodes, by id, of which a result has a name that its region keeps: all their results are kept, since to make one
+    of them again is to make them all. The name sees through an exchange."""
+    named: set[int] = set()
+    for n in joint.nodes:
+        region = n.tags.get("remat")
+        if n.op is name_p and region is not None and n.args[1] in region[1].names:
+            made = n.args[0].node
+            while made is not None:
+                named.add(id(made))
+                made = made.operands()[0].node if made.op is ALL_TO_ALL or made.op is name_p else None
+    return named
 
 
 def _is_structured(node: Node) -> bool:
@@ -78,6 +90,7 @@ class _Choice:
 
     inputs: set[int]
     regather: set[int]  # ids of gathers that may be done again
+    named: set[int]  # ids of nodes whose results a policy keeps
     saved: dict[int, Value] = field(default_factory=dict)
     redone: set[int] = field(default_factory=set)  # ids of nodes
 
@@ -91,7 +104,9 @@ class _Choice:
             return
         if id(node) in self.redone:
             return
-        if not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
+        if id(node) in self.named:
+            self.saved[id(v)] = v
+        elif not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
             self.redone.add(id(node))
             for u in node.operands():
                 self.need(u)
@@ -129,7 +144,7 @@ class _Choice:
 
 def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
     """`free`: inputs that the backward pass has anyway."""
-    choice = _Choice({id(v) for v in free}, _regather(joint))
+    choice = _Choice({id(v) for v in free}, _regather(joint), _named(joint))
     wanted: dict[int, Value] = {}
     forward = {id(n) for n in joint.nodes if n.phase == "F"}
     inputs = {id(v) for v in joint.inputs}
