@@ -25,6 +25,8 @@ from fmeg.ops.embedding import embedding
 from fmeg.ops.layer_norm import layer_norm
 from fmeg.ops.rms_norm import rms_norm
 from fmeg.program import recorder
+from fmeg.program.errors import TraceError
+from fmeg.program.lines import user_line
 
 
 class Intercept(TorchFunctionMode):
@@ -207,6 +209,14 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     return einsum(", ".join(" ".join(t) for t in terms) + " -> " + " ".join(out), *operands)
 
 
+def _numpy(*args: Any, **kwargs: Any) -> Any:
+    rec = recorder.active()
+    raise TraceError(
+        f"{rec.name if rec else 'trace'}: numpy needs the values of a tensor, at {user_line()}; a traced tensor has none. "
+        "Use the torch function, or do it outside of the traced function"
+    )
+
+
 _MAPPED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _sdpa,
     F.cross_entropy: _cross_entropy,
@@ -220,4 +230,6 @@ _MAPPED: dict[Any, Callable[..., Any]] = {
     Tensor.__rmatmul__: _rmatmul,
     torch.einsum: _einsum,
     torch.functional.einsum: _einsum,
+    Tensor.numpy: _numpy,
+    Tensor.__array__: _numpy,
 }

@@ -44,10 +44,16 @@ class _Entry:
     view: tuple[Any, tuple, dict, int | None] | None = None  # op, args, kwargs, index among the op's results
     version: int = 0
     base_version: int = 0
+    argument: bool = False  # an input of the program: writing to it would change what the caller holds
 
 
 _IDENTITY = {aten.detach.default, aten.alias.default, aten.lift.default, aten.lift_fresh_copy.default}
 _DROPPED_KWARGS = ("device", "pin_memory", "layout")
+_SCATTERS = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -126,6 +132,7 @@ class Recorder(TorchDispatchMode):
         value = Value(t, name=name)
         self.inputs.append(value)
         self.bind(tensor, value)
+        self._entries[id(tensor)].argument = True
         return tensor
 
     def bind(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
@@ -167,6 +174,7 @@ class Recorder(TorchDispatchMode):
         value = Value(TensorType.of(tensor), name=f"captured{len(self.captured)}")
         self.captured.append((tensor, value))
         self.bind(tensor, value)
+        self._entries[id(tensor)].argument = True
         return self._entries[id(tensor)]
 
     def _fresh(self, entry: _Entry) -> _Entry:
@@ -178,16 +186,13 @@ class Recorder(TorchDispatchMode):
                 if op is aten.alias.default:
                     entry.value = base.value
                 else:
-                    values = self._emit_values(op, (base.value, *args), kwargs, entry.tensor, index)
-                    entry.value = values
+                    with self.pause():
+                        out = op(base.tensor, *args, **kwargs)
+                    types = [TensorType.of(t) for t in (out if isinstance(out, (tuple, list)) else (out,))]
+                    entry.value = self.emit(op, (base.value, *args), kwargs, types)[index or 0]
                 entry.base_version = base.version
                 entry.version += 1
         return entry
-
-    def _emit_values(self, op: Any, args: tuple, kwargs: dict, like: torch.Tensor, index: int | None) -> Value:
-        if index is not None:
-            raise TraceError(f"{self.name}: in-place write to a tensor of which {op} made views, at {user_line()}; write it functionally")
-        return self.emit(op, args, kwargs, (TensorType.of(like),))[0]
 
     # -- recording --------------------------------------------------------------------------------------------------
     def emit(self, op: Any, args: tuple, kwargs: dict, types: Iterable[TensorType], source: str | None = None) -> tuple[Value, ...]:
@@ -231,7 +236,7 @@ class Recorder(TorchDispatchMode):
     def _aten(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func in _IDENTITY or func is aten.lift_fresh.default:
             return self._identity(func, args)
-        self._refuse(func)
+        self._refuse(func, args, kwargs)
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         vargs = self.to_values(args)
@@ -273,32 +278,35 @@ class Recorder(TorchDispatchMode):
         out = func(*args)
         return self.alias(out, source)
 
-    def _refuse(self, func: Any) -> None:
+    def _refuse(self, func: Any, args: tuple, kwargs: dict) -> None:
         if func is aten._local_scalar_dense.default or func is aten.is_nonzero.default:
             raise TraceError(
                 f"{self.name}: Python needs the value of a tensor at {user_line()} (an `if`, `while`, `int()`, `.item()` "
                 "or `bool()` on a traced tensor). A traced function's path may not depend on data: use torch.where, or "
                 "pass a Python number as a static argument"
             )
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise TraceError(
                 f"{self.name}: {func} draws from torch's global generator at {user_line()}; results would depend on the "
                 "mesh. Use fmeg.random (normal, uniform, bernoulli with a key) or fmeg.ops.dropout"
             )
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_numbers(func, args):
             raise TraceError(f"{self.name}: the result shape of {func} depends on data, at {user_line()}; use a masked form (torch.where) instead")
 
     # -- writes -----------------------------------------------------------------------------------------------------
     def _write(self, func: Any, args: tuple, kwargs: dict) -> Any:
         name = func._schema.name.split("::")[1]
-        if not name.endswith("_") or name.endswith("__"):
+        target = args[0] if args else None
+        if not name.endswith("_") or name.endswith("__") or not isinstance(target, torch.Tensor) or torch.Tag.inplace_view in func.tags:
             raise TraceError(f"{self.name}: {func} writes into its argument at {user_line()}; use the form that returns its result")
-        target = args[0]
+        self._refuse_argument(func, self._entry(target))
         with self.pause():
             shape, dtype = tuple(target.shape), target.dtype
         new = self._functional(name, func, args, kwargs)
         if tuple(new.shape) != shape:
             raise TraceError(f"{self.name}: {func} would change the shape of its argument at {user_line()}")
+        if not torch.can_cast(new.dtype, dtype) and name != "copy_":
+            raise TraceError(f"{self.name}: {func} at {user_line()} has a result of {new.dtype}, which cannot be written into a tensor of {dtype}; cast first")
         if new.dtype != dtype:
             new = self._aten(aten._to_copy.default, (new,), {"dtype": dtype})
         self._store(self._fresh(self._entry(target)), self.value(new))
@@ -317,11 +325,33 @@ class Recorder(TorchDispatchMode):
             return self._aten(aten.zeros_like.default, (target,), {})
         if name == "fill_" and not isinstance(args[1], torch.Tensor):
             return self._aten(aten.full_like.default, (target, args[1]), {})
-        packet = getattr(aten, name[:-1], None)
-        op = getattr(packet, func._overloadname, None) if packet else None
+        if name == "index_put_" and (mask := _only_mask(args)) is not None:
+            return self._aten(aten.where.self, (self._mask_like(mask, target), self._scalar_like(args[2], target), target), {})
+        op = _functional_form(func)
         if op is None:
             raise TraceError(f"{self.name}: no functional form of {func} is known, at {user_line()}; write it functionally")
         return self._aten(op, args, kwargs)
+
+    def _mask_like(self, mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """A mask over the first dimensions, ready to broadcast."""
+        with self.pause():
+            shape = [*mask.shape, *[1] * (target.ndim - mask.ndim)]
+        return self._aten(aten.view.default, (mask, shape), {}) if len(shape) > mask.ndim else mask
+
+    def _scalar_like(self, value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if value.ndim:
+            value = self._aten(aten.view.default, (value, []), {})
+        return self._aten(aten._to_copy.default, (value,), {"dtype": target.dtype}) if value.dtype != target.dtype else value
+
+    def _refuse_argument(self, func: Any, entry: _Entry) -> None:
+        while entry.base is not None:
+            entry = entry.base
+        if entry.argument:
+            what = f"its argument {entry.value.name!r}" if entry.value.name and not entry.value.name.startswith("captured") else "an argument, or a tensor from outside"
+            raise TraceError(
+                f"{self.name}: {func} at {user_line()} writes into {what}. A traced function returns what it changes and leaves "
+                "its arguments as they are: use the form without the underscore, or clone() first"
+            )
 
     def _store(self, entry: _Entry, value: Value) -> None:
         """Make `value` the content of the tensor, and of the tensors it is a view of."""
@@ -338,15 +368,20 @@ class Recorder(TorchDispatchMode):
         full, bt = (TensorType.of(base.tensor),), base.value
         if op is aten.alias.default:
             return value
-        if index is None and op is aten.select.int:
-            return self.emit(aten.select_scatter.default, (bt, value, *args), {}, full)[0]
-        if index is None and op is aten.slice.Tensor:
-            return self.emit(aten.slice_scatter.default, (bt, value, *args), {}, full)[0]
-        if index is None and op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default):
+        if op in _SCATTERS:
+            return self.emit(_SCATTERS[op], (bt, value, *args), kwargs, full)[0]
+        if op is aten.unbind.int:
+            return self.emit(aten.select_scatter.default, (bt, value, *(args or (0,)), index), {}, full)[0]
+        if op in (aten.split.Tensor, aten.split_with_sizes.default):
+            dim = args[1] if len(args) > 1 else 0
+            sizes = args[0] if isinstance(args[0], (list, tuple)) else [args[0]] * (index or 0)
+            start = sum(sizes[:index])
+            return self.emit(aten.slice_scatter.default, (bt, value, dim, start, start + value.shape[dim]), {}, full)[0]
+        if op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
             return self.emit(aten.view.default, (value, list(full[0].shape)), {}, full)[0]
-        if index is None and op in (aten.t.default, aten.transpose.int):
+        if op in (aten.t.default, aten.transpose.int):
             return self.emit(op, (value, *args), {}, full)[0]
-        if index is None and op is aten.permute.default:
+        if op is aten.permute.default:
             inverse = [0] * len(args[0])
             for i, d in enumerate(args[0]):
                 inverse[d] = i
@@ -378,6 +413,37 @@ class _Constant:
 
 
 constant: Callable[[Literal], torch.Tensor] = _Constant()
+
+
+def _only_mask(args: tuple) -> torch.Tensor | None:
+    """The mask of `x[mask] = number`."""
+    indices, value = args[1], args[2]
+    plain = len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and value.numel() == 1 and not (len(args) > 3 and args[3])
+    return indices[0] if plain else None
+
+
+def _functional_form(func: Any) -> Any:
+    """The overload with the same arguments that writes nothing (`pow_.Scalar` is `pow.Tensor_Scalar`)."""
+    packet = getattr(aten, func._schema.name.split("::")[1][:-1], None)
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for name in packet.overloads() if packet else ():
+        schema = getattr(packet, name)._schema
+        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == wanted:
+            return getattr(packet, name)
+    return None
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Does it draw? Attention kernels are marked random, but draw only with dropout."""
+    for i, a in enumerate(func._schema.arguments):
+        if a.name == "dropout_p":
+            return bool(kwargs.get(a.name, args[i] if i < len(args) else a.default_value))
+    return True
+
+
+def _indexes_by_numbers(func: Any, args: tuple) -> bool:
+    """`x[ids]` has a shape that is known; `x[mask]` has not."""
+    return func is aten.index.Tensor and all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in args[1])
 
 
 def _is_view(func: Any) -> bool:
