@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, name, ops, random, remat, scan, shard, tree
-from fmeg.models.table import Param, axes_of, batch_axes, count_params, init_params, round_up, visible
+from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
     "Config",
@@ -44,7 +44,7 @@ class Config:
     dropout         rate, applied only where `loss` or `apply` is given a key
     vocab_multiple  the embedding is padded up to a multiple of this; the loss never sees the padding
     dtype           of the parameters
-    compute_dtype   the parameters are cast to it in `loss`; None: `dtype`
+    compute_dtype   the parameters are cast to it where they are used; None: `dtype`
     remat           what the backward pass recomputes of a layer, a policy of `fmeg.remat`; None: what costs little
     """
 
@@ -182,18 +182,19 @@ def apply(
         )
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-    x = shard(ops.embedding(params["embed"], tokens), P("batch", "res_seq", None))
-    x = _dropout(x + ops.embedding(params["pos_embed"], positions), cfg.dropout, key, "embed")
+    outer = cast({k: v for k, v in params.items() if k != "layers"}, cfg.compute_dtype)
+    x = shard(ops.embedding(outer["embed"], tokens), P("batch", "res_seq", None))
+    x = _dropout(x + ops.embedding(outer["pos_embed"], positions), cfg.dropout, key, "embed")
 
     def body(x: Tensor, layer: Any, segments: Tensor | None, key: Tensor | None) -> tuple[Tensor, None]:
         p, i = layer
-        return block(p, x, segments, None if key is None else random.fold_in(key, i), cfg), None
+        return block(cast(p, cfg.compute_dtype), x, segments, None if key is None else random.fold_in(key, i), cfg), None
 
     layers = (params["layers"], torch.arange(cfg.layers, device=tokens.device))
     x, _ = scan(remat(body, cfg.remat) if cfg.remat else body, x, layers, segments, key)
-    x = ops.layer_norm(x, params["final_norm"], params["final_norm_bias"], cfg.norm_eps)
+    x = ops.layer_norm(x, outer["final_norm"], outer["final_norm_bias"], cfg.norm_eps)
     x = shard(x, P("batch", "seq", None))
-    return einsum("b s d, v d -> b s v", x, params["embed" if cfg.tied else "head"])
+    return einsum("b s d, v d -> b s v", x, outer["embed" if cfg.tied else "head"])
 
 
 def loss(
@@ -209,8 +210,6 @@ def loss(
     >>> count
     tensor(2.)
     """
-    if cfg.compute_dtype is not None:
-        params = tree.map(lambda p: p.to(cfg.compute_dtype), params)
     where = {"positions": batch.get("positions"), "segments": batch.get("segments")}
     losses = ops.cross_entropy(
         apply(params, batch["tokens"], cfg, **where, key=key), batch["targets"], vocab=cfg.vocab_size

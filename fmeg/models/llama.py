@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, name, ops, remat, scan, shard, tree
-from fmeg.models.table import Param, axes_of, batch_axes, count_params, init_params, round_up, visible
+from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
     "Config",
@@ -45,7 +45,7 @@ class Config:
     window          a query sees this many keys, its own included; None: all before it
     vocab_multiple  embedding and head are padded up to a multiple of this; the loss never sees the padding
     dtype           of the parameters
-    compute_dtype   the parameters are cast to it in `loss`; None: `dtype`
+    compute_dtype   the parameters are cast to it where they are used; None: `dtype`
     remat           what the backward pass recomputes of a layer, a policy of `fmeg.remat`; None: what costs little
     z_loss          weight of log² Z, which keeps the softmax's normaliser near one (PaLM, arXiv 2204.02311)
     """
@@ -196,14 +196,15 @@ def apply(
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     rope = ops.rope_table(positions, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
-    x = shard(ops.embedding(params["embed"], tokens), P("batch", "res_seq", None))
+    outer = cast({k: v for k, v in params.items() if k != "layers"}, cfg.compute_dtype)
+    x = shard(ops.embedding(outer["embed"], tokens), P("batch", "res_seq", None))
 
     def body(x: Tensor, p: Any, rope: Tensor, segments: Tensor | None) -> tuple[Tensor, None]:
-        return block(p, x, rope, segments, cfg), None
+        return block(cast(p, cfg.compute_dtype), x, rope, segments, cfg), None
 
     x, _ = scan(remat(body, cfg.remat) if cfg.remat else body, x, params["layers"], rope, segments)
-    x = shard(ops.rms_norm(x, params["final_norm"], cfg.norm_eps), P("batch", "seq", None))
-    return einsum("b s d, v d -> b s v", x, params["embed" if cfg.tied else "head"])
+    x = shard(ops.rms_norm(x, outer["final_norm"], cfg.norm_eps), P("batch", "seq", None))
+    return einsum("b s d, v d -> b s v", x, outer["embed" if cfg.tied else "head"])
 
 
 def loss(
@@ -220,8 +221,6 @@ def loss(
     >>> count
     tensor(2.)
     """
-    if cfg.compute_dtype is not None:
-        params = tree.map(lambda p: p.to(cfg.compute_dtype), params)
     logits = apply(params, batch["tokens"], cfg, positions=batch.get("positions"), segments=batch.get("segments"))
     losses = ops.cross_entropy(logits, batch["targets"], z_loss=cfg.z_loss, vocab=cfg.vocab_size)
     mask = batch["mask"].to(losses.dtype)

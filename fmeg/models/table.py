@@ -111,3 +111,15 @@ def visible(seq: int, window: int | None) -> float:
     """
     w = seq if window is None else min(window, seq)
     return w * (1 - w / (2 * seq))
+
+
+def cast(params: Any, dtype: torch.dtype | None) -> Any:
+    """Parameters in the dtype to compute in (None: as they are).
+
+    A model casts a layer's parameters inside the layer: on a mesh each is then cast where it rests, moved in the small
+    dtype, and its gradient reduced in the large one.
+
+    >>> cast({"w": torch.ones(2)}, torch.bfloat16)["w"].dtype
+    torch.bfloat16
+    """
+    return params if dtype is None else tree.map(lambda p: p.to(dtype), params)

@@ -211,7 +211,7 @@ class Partitioner:
         """A cotangent takes its primal's placement; sums that this does not shard stay pending."""
         c = self.placed(node.args[0])
         primal = self.placed(node.tags["primal"])
-        target = self._mirror_target(c.home, primal.home, c.type)
+        target = c.home if primal.derived else self._mirror_target(c.home, primal.home, c.type)
         local = self.get(c, target, "mirror")
         p = self.define(node.outs[0], target, local)
         p.copies.update(c.copies)
@@ -250,7 +250,7 @@ class Partitioner:
         weight = bool(operands) and all(p.weight for p in originals)
         for v, placement, local in zip(node.outs, sol.outs, outs, strict=True):
             same = at_rest or (len(originals) == 1 and _elementwise(rule))
-            fields = {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None} if same else {}
+            fields = {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None, "derived": at_rest} if same else {}
             p = self.define(v, placement, local, weight=weight, reduced=_reduced(placement, originals), **fields)
             if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
                 self.get(p, homes[v.index], "rule")

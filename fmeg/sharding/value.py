@@ -73,6 +73,8 @@ class Placed:
     weight   computed from parameters alone: activations move to it, not it to them
     blocks   rows of a batch are held as `blocks` microbatches, each sharded like the batch
     reduced  its pending sum comes from a reduction that the program wrote (`x.sum(0)`), not from a contraction
+    derived  an elementwise function (a cast) of a parameter at rest: its cotangent is reduced after that function's, in the
+             parameter's own dtype
     make     for creation operations: builds the local value directly in a placement
     """
 
@@ -87,3 +89,4 @@ class Placed:
     name: str = ""
     blocks: int = 1
     reduced: bool = False
+    derived: bool = False
