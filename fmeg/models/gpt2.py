@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, name, ops, random, remat, scan, shard, tree
+from fmeg import P, einsum, name, ops, random, remat, scan, shard
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -188,7 +188,9 @@ def apply(
 
     def body(x: Tensor, layer: Any, segments: Tensor | None, key: Tensor | None) -> tuple[Tensor, None]:
         p, i = layer
-        return block(cast(p, cfg.compute_dtype), x, segments, None if key is None else random.fold_in(key, i), cfg), None
+        return block(
+            cast(p, cfg.compute_dtype), x, segments, None if key is None else random.fold_in(key, i), cfg
+        ), None
 
     layers = (params["layers"], torch.arange(cfg.layers, device=tokens.device))
     x, _ = scan(remat(body, cfg.remat) if cfg.remat else body, x, layers, segments, key)

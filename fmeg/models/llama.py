@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, name, ops, remat, scan, shard, tree
+from fmeg import P, einsum, name, ops, remat, scan, shard
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
