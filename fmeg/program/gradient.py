@@ -48,11 +48,16 @@ class _Step:
     pair: ScanPair | None = None
 
 
+def stops(node: Node) -> bool:
+    """Whether a node's results have no gradient: `x.detach()`, and what was computed under `torch.no_grad()`."""
+    return node.op is torch.ops.aten.detach.default or "no_grad" in node.tags
+
+
 def active_values(program: Program, wrt: Sequence[int]) -> set[int]:
     """ids of the float values that depend on the inputs `wrt`."""
     on = {id(program.inputs[i]) for i in wrt if program.inputs[i].type.is_float}
     for node in program.nodes:
-        if any(id(v) in on for v in node.operands()):
+        if not stops(node) and any(id(v) in on for v in node.operands()):
             on.update(id(o) for o in node.outs if o.type.is_float)
     return on
 
@@ -67,6 +72,7 @@ def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int], mes
     on which the outputs do not depend has a gradient of zeros.
     """
     rec = Recorder(active(), f"{program.name}.joint")
+    rec.stopping = False
     rec.mesh_sizes = mesh_sizes if mesh_sizes is not None else rec.mesh_sizes
     on = active_values(program, wrt)
     with rec:
@@ -90,7 +96,7 @@ def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int], mes
             v = program.inputs[i]
             with rec.marking(source=f"gradient of {v.name}" if v.name else f"gradient of {program.name}"):
                 ct = _total(rec, v, env, cts)
-            grads.append(ct if ct is not None else _zeros(rec, env[id(v)]))
+                grads.append(ct if ct is not None else _zeros(rec, env[id(v)]))
         results = [env[id(o)] if isinstance(o, Value) else o for o in program.outputs]
     joint = rec.program([*results, *grads], [v.name for v in rec.inputs])
     joint.check()
@@ -122,10 +128,16 @@ def _forward(rec: Recorder, node: Node, env: dict, on: set[int]) -> _Step | None
     def lookup(v: Value) -> torch.Tensor:
         return env[id(v)]
 
-    tags = {k: v for k, v in node.tags.items() if k != "primal"}
+    tags = {k: v for k, v in node.tags.items() if k not in ("primal", "no_grad")}
     with rec.marking(phase="F", source=node.source, **tags):
         args, kwargs = map_values(lookup, node.args), map_values(lookup, node.kwargs)
-        needs = any(id(v) in on for v in node.operands())
+        reached = any(id(v) in on for v in node.operands())
+        if reached and "custom" in node.tags:
+            raise TraceError(
+                f"{rec.name}: the gradient of {node.tags['custom']}, a torch.autograd.Function, at {node.source} is not seen by tracing. Write it as a "
+                "fmeg.program.primitive.Primitive with a vjp, or with detach(): x + (f(x) - x).detach() has the value of f and the gradient of x"
+            )
+        needs = reached and not stops(node)
         if isinstance(node.op, torch._ops.OpOverload):
             step = _aten_forward(rec, node, args, kwargs, on) if needs else None
             outs = step.outs if step else _listed(_kept(node, node.op(*args, **kwargs)))

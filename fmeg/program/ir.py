@@ -66,7 +66,8 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype.is_floating_point
+        """Whether it can have a gradient: a real or complex float."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __repr__(self) -> str:
         return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"

@@ -14,6 +14,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.abspath(optree.__file__)))
 _USER_PARTS = tuple(os.path.join(_HERE, d) for d in ("models", "optim", "rl"))
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
 
 def _is_user(filename: str) -> bool:
     if filename.startswith(_USER_PARTS):
@@ -48,3 +50,13 @@ def variable_name(tensor: Any) -> str:
                         return f"the tensor `{name}`"
         frame = frame.f_back
     return "a tensor"
+
+
+def custom_function() -> str:
+    """The `torch.autograd.Function` whose forward runs now, or "" if none does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return getattr(frame.f_locals.get("cls"), "__name__", "torch.autograd.Function")
+        frame = frame.f_back
+    return ""

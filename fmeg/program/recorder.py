@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fmeg.program.errors import TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value
-from fmeg.program.lines import user_line, variable_name
+from fmeg.program.lines import custom_function, user_line, variable_name
 
 aten = torch.ops.aten
 
@@ -78,8 +78,10 @@ class Recorder(TorchDispatchMode):
         self.declared_axes: set[str] = parent.declared_axes if parent else set()
         self.mesh_sizes: dict[str, int] | None = parent.mesh_sizes if parent else None
         self.counter = 0
+        self.stopping = True  # note where gradients stop; off once a Program is differentiated
         self._entries: dict[int, _Entry] = {}
         self._parent_paused = False
+        self._grad_mode: list[bool] = []  # outside: a trace begins with gradients on, wherever it is called
 
     # -- entering ---------------------------------------------------------------------------------------------------
     def __enter__(self) -> Recorder:
@@ -89,11 +91,14 @@ class Recorder(TorchDispatchMode):
         else:
             self._parent_paused, self.parent.paused = self.parent.paused, True
         stack.append(self)
+        self._grad_mode.append(torch.is_grad_enabled())
+        torch._C._set_grad_enabled(True)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        torch._C._set_grad_enabled(self._grad_mode.pop())
         _LOCAL.stack.pop()
         if self.parent is None:
             self.fake.__exit__(*exc)
@@ -198,6 +203,11 @@ class Recorder(TorchDispatchMode):
     def emit(self, op: Any, args: tuple, kwargs: dict, types: Iterable[TensorType], source: str | None = None) -> tuple[Value, ...]:
         """Append a node whose tensor arguments are already Values."""
         node = Node(op, args, kwargs, source=source or self.source or user_line(), phase=self.phase, tags=dict(self.tags))
+        if self.stopping:
+            if not torch.is_grad_enabled():
+                node.tags["no_grad"] = True
+            if function := custom_function():
+                node.tags["custom"] = function
         node.outs = tuple(Value(t, node, i) for i, t in enumerate(types))
         self.nodes.append(node)
         return node.outs
@@ -268,6 +278,8 @@ class Recorder(TorchDispatchMode):
 
     def _identity(self, func: Any, args: tuple) -> Any:
         source = args[0]
+        if func is aten.detach.default and self.stopping:
+            return self._detach(source)
         if func is aten.lift_fresh.default and not isinstance(source, FakeTensor):
             with self.pause():
                 out = self.fake.from_tensor(source)
@@ -277,6 +289,17 @@ class Recorder(TorchDispatchMode):
             return self.bind(out, value)
         out = func(*args)
         return self.alias(out, source)
+
+    def _detach(self, source: torch.Tensor) -> torch.Tensor:
+        """A view that stops the gradient."""
+        entry = self._entry(source)
+        value = self._fresh(entry).value
+        with self.pause():
+            out = source.detach()
+        if value.type.is_float and not _creates(value.node):
+            value = self.emit(aten.detach.default, (value,), {}, (value.type,))[0]
+        self._entries[id(out)] = _Entry(out, value, entry, (aten.detach.default, (), {}, None), 0, entry.version)
+        return out
 
     def _refuse(self, func: Any, args: tuple, kwargs: dict) -> None:
         if func is aten._local_scalar_dense.default or func is aten.is_nonzero.default:
@@ -366,7 +389,7 @@ class Recorder(TorchDispatchMode):
         assert view.view is not None
         op, args, kwargs, index = view.view
         full, bt = (TensorType.of(base.tensor),), base.value
-        if op is aten.alias.default:
+        if op in (aten.alias.default, aten.detach.default):
             return value
         if op in _SCATTERS:
             return self.emit(_SCATTERS[op], (bt, value, *args), kwargs, full)[0]
@@ -413,6 +436,14 @@ class _Constant:
 
 
 constant: Callable[[Literal], torch.Tensor] = _Constant()
+
+
+def _creates(node: Node | None) -> bool:
+    """Whether a node's results have no gradient anyway; torch's creation functions call detach() on them."""
+    if node is None:
+        return False
+    name = getattr(node.op, "__name__", "").partition(".")[0]
+    return not node.operands() or node.op is aten.detach.default or name.endswith("_like") or name.startswith("new_")
 
 
 def _only_mask(args: tuple) -> torch.Tensor | None:

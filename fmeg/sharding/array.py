@@ -177,7 +177,7 @@ class Array:
         if self.type.numel > SMALL or (len(self.mesh.backend().ranks) < self.mesh.size and any(self.spec)):
             return head + ")"
         whole = self.global_value().detach().cpu()
-        if self.type.is_float:  # numpy has no bfloat16
+        if self.dtype.is_floating_point:  # numpy has no bfloat16
             whole = whole.double()
         values = np.array2string(whole.numpy(), separator=", ", precision=4)
         return f"{head}, {values})"
