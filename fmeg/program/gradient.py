@@ -62,12 +62,20 @@ def active_values(program: Program, wrt: Sequence[int]) -> set[int]:
     return on
 
 
-def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int], mesh_sizes: dict[str, int] | None = None) -> Program:
+def differentiate(
+    program: Program,
+    wrt: Sequence[int],
+    outs: Sequence[int],
+    mesh_sizes: dict[str, int] | None = None,
+    uses: list[int] | None = None,
+) -> Program:
     """The joint Program of `program` and its gradient.
 
     wrt    indices of the float inputs to differentiate by
     outs   indices of the float outputs that get a cotangent (a further input each, in this order)
     mesh_sizes  for local Programs: sizes of the mesh axes that its collectives name
+    uses   a list to fill: then the contribution of each use of an input stays a gradient of its own, last use first, and
+           `uses` says to which of `wrt` each belongs
     Returns a Program with inputs (program.inputs…, cotangents…) and outputs (program.outputs…, gradients…); an input
     on which the outputs do not depend has a gradient of zeros.
     """
@@ -92,11 +100,15 @@ def differentiate(program: Program, wrt: Sequence[int], outs: Sequence[int], mes
         for step in reversed(steps):
             _backward(rec, step, env, cts, on)
         grads = []
-        for i in wrt:
+        for k, i in enumerate(wrt):
             v = program.inputs[i]
+            parts = cts.pop(id(v), [])
+            groups = [[p] for p in parts] if uses is not None else [parts] if parts else []
             with rec.marking(source=f"gradient of {v.name}" if v.name else f"gradient of {program.name}"):
-                ct = _total(rec, v, env, cts)
-                grads.append(ct if ct is not None else _zeros(rec, env[id(v)]))
+                got = [_total(rec, v, env, {id(v): g}) for g in groups] or [_zeros(rec, env[id(v)])]
+            grads += got
+            if uses is not None:
+                uses += [k] * len(got)
         results = [env[id(o)] if isinstance(o, Value) else o for o in program.outputs]
     joint = rec.program([*results, *grads], [v.name for v in rec.inputs])
     joint.check()

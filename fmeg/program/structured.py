@@ -5,6 +5,7 @@ ScanForward     the same, keeping per-step residuals for its ScanBackward
 ScanBackward    cotangents -> cotangents, walking the steps back
 Accumulate      consts, batch -> sums                     the body once a microbatch, every result summed in order
 SplitRows       a batch as microbatches
+Gradient        a parameter's gradient, complete: where its last reduction leads to the optimizer's placement
 """
 
 from __future__ import annotations
@@ -135,13 +136,11 @@ class Accumulate:
     """`body` inputs: consts and batch values as `batched` says; every output is summed over the microbatches.
 
     A batch value has a leading dimension of `steps * rows`; microbatch j holds rows j*rows … (j+1)*rows.
-    `grads` maps outputs that are gradients to the index of the input they belong to.
     """
 
     body: Program
     steps: int
     batched: tuple[bool, ...]
-    grads: dict[int, int] = field(default_factory=dict)
     differentiated: bool = False
     name: str = "accumulate"
 
@@ -158,3 +157,16 @@ class SplitRows:
 
     def __call__(self, x: Any) -> Any:
         return x.reshape(self.steps, x.shape[0] // self.steps, *x.shape[1:])
+
+
+@dataclass(eq=False)
+class Gradient:
+    """args: (gradient, parameter). The identity on the gradient; on a mesh it is brought to the parameter's `opt` placement."""
+
+    name: str = "gradient"
+
+    def __call__(self, gradient: Any, parameter: Any) -> Any:
+        return gradient
+
+
+GRADIENT = Gradient()

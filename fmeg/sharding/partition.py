@@ -214,7 +214,7 @@ class Partitioner:
         target = c.home if primal.derived else self._mirror_target(c.home, primal.home, c.type)
         local = self.get(c, target, "mirror")
         p = self.define(node.outs[0], target, local)
-        p.copies.update(c.copies)
+        p.copies = c.copies  # the cotangent of a sum is that of each term: what one moves is there for the others
         p.name = f"cotangent of {primal.name}" if primal.name else ""
 
     def _mirror_target(self, c: Placement, primal: Placement, t: TensorType) -> Placement:

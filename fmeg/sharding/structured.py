@@ -10,7 +10,7 @@ import torch
 from fmeg.ops.shard_map import ShardMap
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
-from fmeg.program.structured import Accumulate, Scan, ScanBackward, ScanForward, SplitRows
+from fmeg.program.structured import Accumulate, Gradient, Scan, ScanBackward, ScanForward, SplitRows
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import Partitioner
 from fmeg.sharding.residuals import rematerialise, split
@@ -137,7 +137,7 @@ def scan_backward(part: Partitioner, node: Node) -> None:
 
 
 def accumulate(part: Partitioner, node: Node) -> None:
-    """The body once a microbatch; every result is a sum and may stay pending. Gradients go to the optimizer's placement."""
+    """The body once a microbatch; every result is a sum and may stay pending. """
     acc: Accumulate = node.op
     operands = [part.placed(v) for v in node.operands()]
     child = Partitioner(part.ctx, acc.body.name)
@@ -162,14 +162,16 @@ def accumulate(part: Partitioner, node: Node) -> None:
     body = rematerialise(child.finish(inputs, outs, acc.body.names))
     op = LocalAccumulate(body, acc.steps, acc.batched)
     locals_ = part.emit(op, tuple(args), {}, [(o.type, h) for o, h in zip(node.outs, homes, strict=True)])
-    for i, (o, home, local) in enumerate(zip(node.outs, homes, locals_, strict=True)):
-        placed = part.define(o, home, local)
-        if i in acc.grads:
-            p = operands[acc.grads[i]]
-            target = p.opt if p.opt is not None else p.home.whole()
-            placed.name = f"gradient of {p.name}"
-            value = part.get(placed, target, "gradient")
-            part.define(o, target, value)
+    for o, home, local in zip(node.outs, homes, locals_, strict=True):
+        part.define(o, home, local)
+
+
+def gradient(part: Partitioner, node: Node) -> None:
+    """The last reduction of a gradient goes straight into the optimizer's placement."""
+    g, p = part.placed(node.args[0]), part.placed(node.args[1])
+    target = p.opt if p.opt is not None else p.home.whole()
+    g.name = f"gradient of {p.name}"
+    part.define(node.outs[0], target, part.get(g, target, "gradient"))
 
 
 def split_rows(part: Partitioner, node: Node) -> None:
@@ -212,6 +214,7 @@ HANDLERS = {
     ScanBackward: scan_backward,
     Accumulate: accumulate,
     SplitRows: split_rows,
+    Gradient: gradient,
     ShardMap: shard_map,
 }
 

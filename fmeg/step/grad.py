@@ -15,7 +15,7 @@ from fmeg.program.gradient import active_values, differentiate
 from fmeg.program.ir import Program, TensorType, Value
 from fmeg.program.passes import ancestors
 from fmeg.program.recorder import Recorder
-from fmeg.program.structured import Accumulate, SplitRows
+from fmeg.program.structured import GRADIENT, Accumulate, SplitRows
 from fmeg.program.trace import argument_paths, record_flat
 
 LossFn = Callable[..., Any]
@@ -236,14 +236,18 @@ def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any,
 
     sums_only = Program(program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name)
     wrt = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
-    joint = differentiate(sums_only, wrt, list(range(n)))
+    uses: list[int] = []
+    joint = differentiate(sums_only, wrt, list(range(n)), uses=uses)
     n_aux = len(sums_only.outputs) - n
-    grads_at = {n + n_aux + k: i for k, i in enumerate(wrt)}
-    op = Accumulate(joint, steps, (*batched, *(False for _ in inverse)), grads_at, True)
+    op = Accumulate(joint, steps, (*batched, *(False for _ in inverse)), True)
     outs = _emit(rec, op, [*args, *map(rec.value, inverse)], [v.type for v in joint.outputs])
     loss = tree.sum([s * i for s, i in zip(outs[:n], inverse, strict=True)])
     aux = tree.unflatten(info["aux_tree"], outs[n : n + n_aux])
-    by_index = dict(zip(wrt, outs[n + n_aux :], strict=True))
+    by_use = list(zip(uses, outs[n + n_aux :], strict=True))
+    with rec.marking(phase="B"):
+        totals = [tree.sum([g for k, g in by_use if k == j]) for j in range(len(wrt))]
+        whole = [_emit(rec, GRADIENT, [rec.value(g), rec.value(p_tensors[i])], [TensorType.of(g)])[0] for i, g in zip(wrt, totals, strict=True)]
+    by_index = dict(zip(wrt, whole, strict=True))
     it = iter(range(len(p_tensors)))
     grads = [by_index.get(next(it)) if isinstance(p, torch.Tensor) else None for p in p_leaves]
     return (loss, {"count": counts[0], **aux}), tree.unflatten(p_tree, grads)
