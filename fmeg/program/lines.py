@@ -32,11 +32,18 @@ def user_frame(skip: int = 1) -> FrameType | None:
 
 
 def user_line() -> str:
-    """`file.py:12 function` of the user's line that runs now, or "" if there is none."""
+    """`file.py:12 function` of the user's line that runs now, `In[3]:12 function` in a notebook, or "" if there is none."""
     frame = user_frame(2)
     if frame is None:
         return ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+    return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _shown(filename: str) -> str:
+    """The name of a file, or of a notebook's cell as its tracebacks give it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(filename) if shell else None
+    return cell[1] if cell else os.path.basename(filename)
 
 
 def variable_name(tensor: Any) -> str:
