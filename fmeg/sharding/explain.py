@@ -75,7 +75,7 @@ class Row:
         return self.count * self.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The collectives of a Program, in order; a table in a notebook and when printed."""
 
@@ -160,17 +160,25 @@ class Explanation:
         Console(file=out, width=180, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         sums = [("total", "", k, a, f"{e}×", "", b, f"{n} nodes", "", "") for k, a, n, e, b in self._sums()]
-        head = "".join(f"<th style='text-align:left'>{escape(h)}</th>" for h in _HEAD)
-        rows = ("".join(f"<td>{escape(c)}</td>" for c in cells) for cells in (*self._cells(), *sums))
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{escape(self._title())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        body = (_html_row("td", cells) for cells in (*self._cells(), *sums))
+        lines = ("<table>", "<thead>", _html_row("th", _HEAD), "</thead>", "<tbody>", *body, "</tbody>", "</table>")
+        return "\n".join((f"<p>{escape(self._title())}</p>", *lines))
 
 
 _HEAD = ("where", "", "collective", "over", "runs", "bytes", "in all", "value", "why", "line")
 _RIGHT = ("runs", "bytes", "in all")
 _NO_WRAP = ("where", "", "collective", "over", *_RIGHT)
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    """A row, with numbers at the right and words at the left whatever the notebook's own style is."""
+    sides = ("right" if name in _RIGHT else "left" for name in _HEAD)
+    pairs = zip(sides, cells, strict=True)
+    return "<tr>" + "".join(f"<{tag} style='text-align:{side}'>{escape(c)}</{tag}>" for side, c in pairs) + "</tr>"
 
 
 def _total(rows: Iterable[Row], item: Any) -> dict[Any, int]:

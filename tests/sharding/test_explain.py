@@ -160,6 +160,7 @@ def test_one_device_has_none():
 
 def test_as_text(tp):
     lines = str(tp).splitlines()
+    assert repr(tp) == str(tp)
     assert lines[0] == "3 collectives, 7 executions, 3.8 KiB a rank"
     assert lines[1].split() == ["where", "collective", "over", "runs", "bytes", "in", "all", "value", "why", "line"]
     assert re.match(r"scan body +F +all_reduce +tp \(2\) +3× +128 B +384 B +f64\[4@dp, 8\]\{P:tp\} -> f64", lines[2])
@@ -169,7 +170,11 @@ def test_as_text(tp):
 
 def test_as_html_and_rich(tp):
     html = tp._repr_html_()
-    assert html.count("<tr>") == 1 + 3 + 2 and "f64[4@dp, 8]{P:tp} -&gt; f64[4@dp, 8]" in html
+    assert (
+        html.count("<tr>") == 1 + 3 + 2
+        and html.count("</td>") == (3 + 2) * 10
+        and "f64[4@dp, 8]{P:tp} -&gt; f64[4@dp, 8]" in html
+    )
     console = Console(width=200, record=True, file=StringIO())
     console.print(tp)
     assert "scan body backward" in console.export_text()
