@@ -32,7 +32,7 @@ def user_frame(skip: int = 1) -> FrameType | None:
 
 
 def user_line() -> str:
-    """`file.py:12 function` of the user's line that runs now, `In[3]:12 function` in a notebook, or "" if there is none."""
+    """`file.py:12 function` of the user's line that runs now (in a notebook `In[3]:12 function`), "" if there is none."""
     frame = user_frame(2)
     if frame is None:
         return ""

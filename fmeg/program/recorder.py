@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
     def _aten(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if func in _IDENTITY or func is aten.lift_fresh.default:
             return self._identity(func, args)
-        if func is aten._to_copy.default and not isinstance(args[0], torch.Tensor):  # vmap's `tensor / 2` casts the number
+        if func is aten._to_copy.default and not isinstance(args[0], torch.Tensor):  # vmap of `x / 2` casts the 2
             func, args, kwargs = aten.scalar_tensor.default, (args[0],), {"dtype": kwargs["dtype"]}
         self._refuse(func, args, kwargs)
         if func._schema.is_mutable:
