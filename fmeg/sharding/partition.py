@@ -30,7 +30,7 @@ from fmeg.program.ir import Node, Program, TensorType, Value, map_values
 from fmeg.program.recorder import constant
 from fmeg.program.rule import Rule
 from fmeg.program.trace import record_flat
-from fmeg.sharding.policy import OWED, Solver, split_dims
+from fmeg.sharding.policy import OWED, Solver, drop_minor, split_dims
 from fmeg.sharding.reshard import Move, plan
 from fmeg.sharding.rules import rule_for
 from fmeg.sharding.rules.creation import standalone
@@ -286,6 +286,8 @@ class Partitioner:
                 before = self.source, self.tags
                 self.source, self.tags = source, tags
                 axes = split_dims(rule.outs[i], target.dims, rule.sizes, self.ctx.sizes)
+                for f in drop_minor(axes, (*rule.ins, *rule.outs), rule.sizes, self.ctx.sizes):
+                    del axes[f]
                 made = [Placement(_dims_of(out, axes)) for out in rule.outs]
                 args = [self.get(p, Placement(_dims_of(d, axes)), "border") for p, d in zip(operands, rule.ins, strict=True)]
                 local = self._local(node, rule, axes, args, made)[i]

@@ -55,6 +55,27 @@ def split_dims(dims: Dims, axes: DimAxes, sizes: Mapping[str, int], mesh: Mappin
     return out
 
 
+def drop_minor(axes: Mapping[str, tuple[str, ...]], terms: Sequence[Dims], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[str]:
+    """Factors that may not be sharded as `axes` says: in a merged dimension a minor one may only where the major ones are one element locally.
+
+    >>> drop_minor({"e": ("tp",)}, [(("h", "e"),)], {"h": 4, "e": 2}, {"tp": 2})
+    ['e']
+    """
+    left = dict(axes)
+    merged = [factors for dims in terms for factors in dims if len(factors) > 1]
+    dropped: list[str] = []
+    changed = True
+    while changed:
+        changed = False
+        for factors in merged:
+            for major, minor in zip(factors, factors[1:], strict=False):
+                if left.get(minor) and count(left.get(major, ()), mesh) != sizes[major]:
+                    del left[minor]
+                    dropped.append(minor)
+                    changed = True
+    return dropped
+
+
 class Solver:
     """One node's assignment. See the module docstring for the order of claims."""
 
@@ -125,17 +146,9 @@ class Solver:
         return holder is None or any(f in group and holder[0] in group for group in self.rule.tied)
 
     def _drop_minor(self) -> None:
-        """In a merged dimension a minor factor may be sharded only if the major ones are one element locally."""
-        changed = True
-        while changed:
-            changed = False
-            for dims in (*self.rule.ins, *self.rule.outs):
-                for factors in dims:
-                    for major, minor in zip(factors, factors[1:], strict=False):
-                        if self.axes.get(minor) and count(self.axes.get(major, ()), self.mesh) != self.rule.sizes[major]:
-                            for a in self.axes.pop(minor):
-                                self.owner.pop(a, None)
-                            changed = True
+        for f in drop_minor(self.axes, (*self.rule.ins, *self.rule.outs), self.rule.sizes, self.mesh):
+            for a in self.axes.pop(f):
+                self.owner.pop(a, None)
 
     def _results(self) -> Solution:
         rule, sol = self.rule, Solution(self.axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fmeg.sharding.residuals import rematerialise, split
 from fmeg.sharding.value import Placed, Placement
 
 HANDLE = TensorType((), torch.uint8)
+SETTLE = 4  # rounds in which a carry may follow the body's placement; then it keeps what both agree on (carries that swap)
 
 
 @dataclass
@@ -31,6 +33,15 @@ class _PairState:
     handle: Value
     xs: list[Value]
     consts: list[Value]
+
+
+def _common(a: Placement, b: Placement) -> Placement:
+    """The axes on which two placements agree."""
+    dims = []
+    for x, y in zip(a.dims, b.dims, strict=True):
+        n = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+        dims.append(x[:n])
+    return Placement(tuple(dims))
 
 
 def _stacked(p: Placement) -> Placement:
@@ -61,18 +72,18 @@ def _scan_body(part: Partitioner, node: Node, scan: Scan, body: Program) -> _Pai
     forward = [n for n in body.nodes if n.phase == "F"]
     slices = [_slice(part, p) for p in operands[n_c : n_c + n_x]]
     consts = [_const(part, p) for p in operands[n_c + n_x :]]
-    for _ in range(8):
+    for attempt in count():
         child = Partitioner(part.ctx, body.name)
         inputs = [child.input(v, Placed(v.type, home)) for v, home in zip(body.inputs, carries, strict=False)]
         rest = [_fresh(p) for _, p in (*slices, *consts)]
         inputs += [child.input(v, p) for v, p in zip(body.inputs[n_c : n_c + len(rest)], rest, strict=True)]
         child.run(forward)
         after = [child.placed(o).home.whole() for o in body.outputs[:n_c]]
+        if attempt >= SETTLE:
+            after = [_common(old, new) for old, new in zip(carries, after, strict=True)]
         if after == carries:
             break
         carries = after
-    else:
-        raise ShardingError(f"scan at {node.source}: the placement of the carry does not settle; annotate the carry with shard() at the end of the body")
     outs = [child.get(child.placed(o), home, "border") for o, home in zip(body.outputs[:n_c], carries, strict=True)]
     y_homes = [child.placed(o).home.whole() for o in body.outputs[n_c : n_c + scan.n_ys]]
     ys = [child.get(child.placed(o), home, "border") for o, home in zip(body.outputs[n_c : n_c + scan.n_ys], y_homes, strict=True)]
