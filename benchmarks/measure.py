@@ -55,7 +55,7 @@ def ratio(a: Times, b: Times, kind: str = "cpu") -> float:
 
 
 def peak_bytes(fn: Thunk) -> int:
-    """The most bytes that torch's allocator held for `fn` beyond what was there before, temporaries of kernels included."""
+    """The most bytes that torch's allocator held for `fn` beyond those held before, temporaries of kernels included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         kept = fn()
     del kept
@@ -109,10 +109,25 @@ def compare(
 def report(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     memory = any(r.peak is not None for r in rows)
-    head = ["case", "what", "wall ms", "CPU ms", "wall ratio", "CPU ratio", *(["peak MiB", "peak ratio"] if memory else [])]
+    head = [
+        "case",
+        "what",
+        "wall ms",
+        "CPU ms",
+        "wall ratio",
+        "CPU ratio",
+        *(["peak MiB", "peak ratio"] if memory else []),
+    ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
-        cells = [r.case, r.name, f"{r.wall * 1e3:.1f}", f"{r.cpu * 1e3:.1f}", f"{r.wall_ratio:.2f}", f"{r.cpu_ratio:.2f}"]
+        cells = [
+            r.case,
+            r.name,
+            f"{r.wall * 1e3:.1f}",
+            f"{r.cpu * 1e3:.1f}",
+            f"{r.wall_ratio:.2f}",
+            f"{r.cpu_ratio:.2f}",
+        ]
         if memory:
             cells += [f"{r.peak / 2**20:.2f}", f"{r.peak_ratio:.3f}"] if r.peak is not None else ["", ""]
         lines.append("| " + " | ".join(cells) + " |")

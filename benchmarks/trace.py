@@ -2,8 +2,8 @@
 
     python -m benchmarks.trace [--repeats 5] [--json out.json]
 
-A whole training step (loss, gradient, clipping, AdamW) of Llama at its published widths; no tensor has data. Bars: 2, 32
-and 96 layers cost the same and less than 5 s; a mesh of 8 and one of 16384 ranks cost the same.
+A whole training step (loss, gradient, clipping, AdamW) of Llama at its published widths; no tensor has data. Bars:
+2, 32 and 96 layers cost the same and less than 5 s; a mesh of 8 and one of 16384 ranks cost the same.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.virtual [--repeats 9] [--json out.json]
 
-A whole training step (loss, gradient, clipping, AdamW) of a small Llama on one global batch: the arithmetic is the same,
-cut into eight. Bar: at most 3 times the time of one device.
+A whole training step (loss, gradient, clipping, AdamW) of a small Llama on one global batch: the arithmetic is the
+same, cut into eight. Bar: at most 3 times the time of one device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def main() -> None:
         def init(key: Any, cfg: Any = cfg, optimizer: Any = optimizer, axes: Any = axes) -> TrainState:
             return TrainState.create(llama.init(key, cfg), optimizer, axes)
 
-        def on(mesh: Mesh, layout: Layout, init: Any = init, step: Any = train_step, batch: Any = batch) -> Callable[[], Any]:
+        def on(
+            mesh: Mesh, layout: Layout, init: Any = init, step: Any = train_step, batch: Any = batch
+        ) -> Callable[[], Any]:
             state = fmeg.jit(init, mesh=mesh, layout=layout)(fmeg.random.key(0))
             run = fmeg.jit(step, mesh=mesh, layout=layout)
             return lambda: run(state, batch)

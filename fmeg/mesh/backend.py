@@ -42,6 +42,8 @@ class Backend(Protocol):
     mesh: Mesh
     ranks: tuple[int, ...]
     """The ranks that this process runs: all of a virtual mesh, one of a real mesh."""
+    plain: bool
+    """Whether a value is the local tensor itself, and `call` no more than a call."""
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +57,10 @@ class Backend(Protocol):
         tensors become values; anything else must be the same on every rank and is passed through. `fn` must be the same
         function of its arguments on every rank, and must not write to them: ranks may share a tensor.
         """
+        ...
+
+    def varies(self, value: Value) -> int:
+        """The mesh axes over which a value may differ between the ranks of this process, as bits; 0 where it runs one."""
         ...
 
     def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:

@@ -69,6 +69,7 @@ class DistributedBackend:
     """
 
     name = "distributed"
+    plain = True
 
     def __init__(self, mesh: Mesh) -> None:
         init_distributed()
@@ -96,6 +97,9 @@ class DistributedBackend:
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
         return fn(*args, **kwargs)
+
+    def varies(self, value: Value) -> int:
+        return 0
 
     def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:
         checks.reduction(op)

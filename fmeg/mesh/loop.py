@@ -40,6 +40,7 @@ class LoopBackend:
     """
 
     name = "loop"
+    plain = False
 
     def __init__(self, mesh: Mesh, *, dedupe: bool = True) -> None:
         self.mesh = mesh
@@ -70,6 +71,9 @@ class LoopBackend:
             return _join(mask, [fn(*row) for row in rows])
         named = self._column(dict(kwargs), mask, n)
         return _join(mask, [fn(*row, **kw) for row, kw in zip(rows, named, strict=True)])
+
+    def varies(self, value: Value) -> int:
+        return value.mask if type(value) is Parts else 0
 
     def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:
         combine = checks.reduction(op)

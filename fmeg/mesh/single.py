@@ -19,6 +19,7 @@ class SingleBackend:
 
     name = "single"
     ranks: tuple[int, ...] = (0,)
+    plain = True
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -29,6 +30,9 @@ class SingleBackend:
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
         return fn(*args, **kwargs)
+
+    def varies(self, value: Value) -> int:
+        return 0
 
     def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:
         checks.reduction(op)

@@ -47,6 +47,7 @@ class VmapBackend:
     """
 
     name = "vmap"
+    plain = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -83,6 +84,9 @@ class VmapBackend:
         tensors = iter(stacked)
         outs = [Stack(mask, next(tensors)) if isinstance(t, Tensor) else t for t in outs]
         return optree.tree_unflatten(out_tree[0], outs)
+
+    def varies(self, value: Value) -> int:
+        return value.mask if type(value) is Stack else 0
 
     def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:
         checks.reduction(op)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmeg.ops._common import differentiated, transformed
+from fmeg.ops._common import transformed
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class Eager:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if transformed():
             return self.plain(*args, **kwargs)
-        if differentiated(*(x for x in args if isinstance(x, Tensor))):
-            return _Function.apply(self, kwargs, *args)
+        if torch.is_grad_enabled():
+            for x in args:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    return _Function.apply(self, kwargs, *args)
         return (self.kernel or self.plain)(*args, **kwargs)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from math import prod
 from string import ascii_letters
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmeg.ops._eager import Eager
+from fmeg.ops.contract import product
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule
@@ -80,8 +81,16 @@ def _sizes(equation: str, shapes: list[tuple[int, ...]]) -> dict[str, int]:
     return sizes
 
 
+@lru_cache(maxsize=4096)
+def _contraction(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
+    """What computes the equation for operands of these shapes."""
+    ins, out = parse_equation(equation)
+    made = product(*ins, out, *shapes) if len(ins) == 2 else None
+    return partial(torch.einsum, _letters(equation)) if made is None else made
+
+
 def _plain(equation: str, *operands: Tensor) -> Tensor:
-    return torch.einsum(_letters(equation), *operands)
+    return _contraction(equation, *[x.shape for x in operands])(*operands)
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:
@@ -89,18 +98,24 @@ def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ..
     return tuple(_cotangent(equation, operands, cts[0], i) for i in range(len(operands)))
 
 
-def _cotangent(equation: str, operands: Sequence[Tensor], ct: Tensor, i: int) -> Tensor:
-    """The result takes the place of operand i; a dimension that no other term has was summed alone, so is repeated."""
+@lru_cache(maxsize=4096)
+def _transposed(equation: str, i: int) -> tuple[str, tuple[int, ...]]:
+    """The equation of operand i's cotangent, with the result in its place, and the dimensions that no other term has."""
     ins, out = parse_equation(equation)
     terms = (*ins[:i], out, *ins[i + 1 :])
     present = {n for names in terms for n in names}
     names = tuple(n for n in ins[i] if n in present)
-    ct_i = einsum_p(format_equation(terms, names), *operands[:i], ct, *operands[i + 1 :])
-    if names == ins[i]:
+    return format_equation(terms, names), tuple(d for d, n in enumerate(ins[i]) if n not in present)
+
+
+def _cotangent(equation: str, operands: Sequence[Tensor], ct: Tensor, i: int) -> Tensor:
+    """A dimension that no other term has was summed alone, so is repeated."""
+    transposed, alone = _transposed(equation, i)
+    ct_i = einsum_p(transposed, *operands[:i], ct, *operands[i + 1 :])
+    if not alone:
         return ct_i
-    for dim, n in enumerate(ins[i]):
-        if n not in present:
-            ct_i = ct_i.unsqueeze(dim)
+    for dim in alone:
+        ct_i = ct_i.unsqueeze(dim)
     return ct_i.expand(operands[i].shape)
 
 

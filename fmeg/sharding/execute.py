@@ -1,4 +1,7 @@
-"""Running a local Program on a backend: one loop over instructions, values dropped after their last use."""
+"""Running a local Program on a backend: compute nodes in generated runs, collectives and loops between them.
+
+Values are dropped after their last use. Loops write what they stack, and add what they sum, into buffers of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,109 +11,152 @@ from typing import Any
 import torch
 
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, PPERMUTE, REDUCE_SCATTER, Collective
-from fmeg.program.gradient import MIRROR
-from fmeg.program.ir import Node, Program, Value, values_in
-from fmeg.program.primitive import Primitive
-from fmeg.program.recorder import Literal, constant
+from fmeg.program.ir import Node, Program, Value, map_values, values_in
+from fmeg.sharding.buffers import Stack, Sum
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import LOCAL_SLICE
+from fmeg.sharding.segment import Chunk, as_function, by_variation, in_place
 
-aten = torch.ops.aten
 Step = Callable[[list[Any]], None]
+_LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
 
 
 class Executable:
-    """A compiled local Program: call it with one value an input; returns one value an output."""
+    """A compiled local Program: call it with one value an input; returns one value an output.
 
-    def __init__(self, program: Program, backend: Any) -> None:
-        self.backend = backend
+    `run` is the same for a list that the caller gives up: it is emptied, and its values are dropped after their last use.
+    """
+
+    def __init__(self, program: Program, backend: Any, bodies: dict[int, Executable] | None = None) -> None:
+        """`bodies`: compiled bodies by their Program's id, for several Programs that share them."""
+        self.backend, self.name = backend, program.name
+        self.bodies: dict[int, Executable] = {} if bodies is None else bodies
         self.slots: dict[int, int] = {}
         for v in program.inputs:
             self._slot(v)
         self.n_inputs = len(program.inputs)
-        last: dict[int, int] = {}
-        for i, n in enumerate(program.nodes):
-            for v in n.operands():
-                last[self._slot(v)] = i
-            for v in n.outs:
-                last.setdefault(self._slot(v), i)
-        kept = {self._slot(v) for v in values_in(program.outputs)}
-        dead: dict[int, list[int]] = {}
-        for slot, i in last.items():
-            if slot not in kept:
-                dead.setdefault(i, []).append(slot)
-        self.steps = [(self._step(n), tuple(dead.get(i, ()))) for i, n in enumerate(program.nodes)]
+        groups = _grouped(program.nodes)
+        for n in (n for g in groups for n in g):
+            for v in (*n.operands(), *n.outs):
+                self._slot(v)
         self.outputs = [(True, self._slot(o)) if isinstance(o, Value) else (False, o) for o in program.outputs]
+        kept = {slot for is_slot, slot in self.outputs if is_slot}
+        dying, unused = self._deaths(groups, kept)
+        self.unused = tuple(s for s in range(self.n_inputs) if s in unused)
+        self.steps: list[Step] = [self._step(g, d) for g, d in zip(groups, dying, strict=True)]
 
     def _slot(self, v: Value) -> int:
         return self.slots.setdefault(id(v), len(self.slots))
 
+    def _deaths(self, groups: Sequence[Sequence[Node]], kept: set[int]) -> tuple[list[set[int]], set[int]]:
+        """For each group the slots that nothing after it needs, and those that nothing needs at all."""
+        last: dict[int, int] = {}
+        for i, g in enumerate(groups):
+            for n in g:
+                last.update(dict.fromkeys((self.slots[id(v)] for v in (*n.operands(), *n.outs)), i))
+        dying: list[set[int]] = [set() for _ in groups]
+        for slot, i in last.items():
+            if slot not in kept:
+                dying[i].add(slot)
+        return dying, set(self.slots.values()) - set(last) - kept
+
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        return self.run(list(inputs))
+
+    def run(self, inputs: list[Any]) -> list[Any]:
         env: list[Any] = [None] * len(self.slots)
         env[: self.n_inputs] = inputs
-        for step, dead in self.steps:
+        inputs.clear()
+        for slot in self.unused:
+            env[slot] = None
+        for step in self.steps:
             step(env)
-            for slot in dead:
-                env[slot] = None
         return [env[o] if is_slot else o for is_slot, o in self.outputs]
 
-    # -- one node ---------------------------------------------------------------------------------------------------
-    def _step(self, node: Node) -> Step:
-        op = node.op
-        outs = tuple(self._slot(v) for v in node.outs)
+    # -- steps ------------------------------------------------------------------------------------------------------
+    def _step(self, group: Sequence[Node], dying: set[int]) -> Step:
+        op = group[0].op
         if isinstance(op, Collective):
-            return self._collective(node, outs)
+            return self._collective(group[0], dying)
         if isinstance(op, LocalScan):
-            return self._scan(node, op, outs)
+            return self._scan(group[0], op, dying)
         if isinstance(op, LocalScanBackward):
-            return self._scan_backward(node, op, outs)
+            return self._scan_backward(group[0], op, dying)
         if isinstance(op, LocalAccumulate):
-            return self._accumulate(node, op, outs)
-        return self._compute(node, outs)
+            return self._accumulate(group[0], op, dying)
+        if hasattr(op, "build"):
+            return self._built(group[0], op, dying)
+        if self.backend.plain:
+            return in_place(group, self.slots, dying, self.backend.device, f"fmeg/{self.name}")
+        return self._segment(group, dying)
 
-    def _reader(self, nested: Any) -> Callable[[list[Any]], Any]:
-        """A function that fills nested args from the environment."""
-        if isinstance(nested, Value):
-            slot = self._slot(nested)
-            return lambda env: env[slot]
-        if isinstance(nested, (tuple, list)) and any(True for _ in values_in(nested)):
-            readers = [self._reader(x) for x in nested]
-            kind = type(nested)
-            if kind is tuple:
-                return lambda env: tuple([r(env) for r in readers])
-            return lambda env: [r(env) for r in readers]
-        if isinstance(nested, dict) and any(True for _ in values_in(nested)):
-            items = [(k, self._reader(v)) for k, v in nested.items()]
-            return lambda env: {k: r(env) for k, r in items}
-        return lambda env: nested
+    def _body(self, program: Program) -> Executable:
+        if id(program) not in self.bodies:
+            self.bodies[id(program)] = Executable(program, self.backend, self.bodies)
+        return self.bodies[id(program)]
 
-    def _compute(self, node: Node, outs: tuple[int, ...]) -> Step:
-        fn = lowering(node, self.backend.device)
-        call, args, kwargs = self.backend.call, self._reader(node.args), self._reader(node.kwargs)
-        results = node.tags.get("results")
-        if len(outs) == 1 and results is None and not returns_sequence(node):
-            out = outs[0]
-
-            def one(env: list[Any]) -> None:
-                env[out] = call(fn, args(env), kwargs(env))
-
-            return one
-
-        def many(env: list[Any]) -> None:
-            got = call(fn, args(env), kwargs(env))
-            picked = got if results is None else [got[i] for i in results]
-            for slot, value in zip(outs, picked, strict=True):
-                env[slot] = value
-
-        return many
-
-    def _collective(self, node: Node, outs: tuple[int, ...]) -> Step:
-        b, op = self.backend, node.op
-        axes, rest = node.args[1], node.args[2:]
-        xs = self._reader(list(node.args[0]))
+    def _built(self, node: Node, op: Any, dying: set[int]) -> Step:
+        """An operation that brings its own way to run."""
+        fn, read, outs = op.build(self.backend), self._reader(node.args, dying), self._outs(node)
 
         def run(env: list[Any]) -> None:
-            values = xs(env)
+            _store(env, outs, fn(read(env)))
+
+        return run
+
+    def _segment(self, group: Sequence[Node], dying: set[int]) -> Step:
+        """On several ranks: grouped by the axes over which values vary, which are known once there are values."""
+        b, slots = self.backend, self.slots
+        made = {slots[id(v)] for n in group for v in n.outs}
+        ins = tuple(dict.fromkeys(s for n in group for v in n.operands() if (s := slots[id(v)]) not in made))
+        plans: dict[tuple[int, ...], list[Chunk]] = {}
+
+        def plan(masks: tuple[int, ...]) -> list[Chunk]:
+            parts = by_variation(group, slots, dict(zip(ins, masks, strict=True)))
+            chunks = []
+            for i, part in enumerate(parts):
+                later = {slots[id(v)] for p in parts[i + 1 :] for n in p for v in n.operands()}
+                needed = later | (made - dying)
+                chunks.append(as_function(part, slots, needed, b.device, f"fmeg/{self.name}"))
+            return chunks
+
+        def run(env: list[Any]) -> None:
+            masks = tuple([b.varies(env[s]) for s in ins])
+            chunks = plans.get(masks)
+            if chunks is None:
+                chunks = plans[masks] = plan(masks)
+            for c in chunks:
+                for slot, value in zip(c.outs, b.call(c.fn, ([env[s] for s in c.ins],)), strict=True):
+                    env[slot] = value
+            for slot in dying:
+                env[slot] = None
+
+        return run
+
+    def _reader(self, nested: Any, dying: set[int]) -> Callable[[list[Any]], Any]:
+        """A function that fills nested args from the environment, from which dying values are taken out."""
+        slots = {id(v): self.slots[id(v)] for v in values_in(nested)}
+        gone = tuple(s for s in set(slots.values()) if s in dying)
+
+        def read(env: list[Any]) -> Any:
+            filled = map_values(lambda v: env[slots[id(v)]], nested)
+            for slot in gone:
+                env[slot] = None
+            return filled
+
+        return read
+
+    def _outs(self, node: Node) -> tuple[int, ...]:
+        return tuple(self.slots[id(v)] for v in node.outs)
+
+    def _collective(self, node: Node, dying: set[int]) -> Step:
+        b, op, outs = self.backend, node.op, self._outs(node)
+        axes, rest = node.args[1], node.args[2:]
+        read = self._reader(list(node.args[0]), dying)
+        dead = tuple(s for s in outs if s in dying)
+
+        def run(env: list[Any]) -> None:
+            values = read(env)
             if op is ALL_REDUCE:
                 got = b.all_reduce(values, axes, rest[0])
             elif op is ALL_GATHER:
@@ -128,109 +174,104 @@ class Executable:
                 got = [b.call(take_part, (values[0], b.axis_index(axes), rest[0][0], b.mesh.axis_size(axes)), {})]
             for slot, value in zip(outs, got, strict=True):
                 env[slot] = value
+            for slot in dead:
+                env[slot] = None
 
         return run
 
-    # -- structured nodes -------------------------------------------------------------------------------------------
-    def _scan(self, node: Node, op: LocalScan, outs: tuple[int, ...]) -> Step:
-        b, body, read = self.backend, Executable(op.body, self.backend), self._reader(node.args)
+    # -- loops ------------------------------------------------------------------------------------------------------
+    def _scan(self, node: Node, op: LocalScan, dying: set[int]) -> Step:
+        b, body, read, outs = self.backend, self._body(op.body), self._reader(node.args, dying), self._outs(node)
         n_c, n_x, n_y = op.n_carry, op.n_xs, op.n_ys
 
         def run(env: list[Any]) -> None:
-            args = read(env)
-            carry, consts = list(args[:n_c]), args[n_c + n_x :]
-            slices = [b.call(torch.unbind, (x,), {}) for x in args[n_c : n_c + n_x]]
-            ys: list[list[Any]] = [[] for _ in range(n_y)]
+            given = list(read(env))
+            carry, consts = given[:n_c], given[n_c + n_x :]
+            slices = [b.call(torch.unbind, (x,), {}) for x in given[n_c : n_c + n_x]]
+            del given
+            ys = [Stack(b, op.length) for _ in range(n_y)]
             handle: list[list[Any]] = []
             for i in range(op.length):
-                got = body([*carry, *(s[i] for s in slices), *consts])
+                inputs = [*carry, *(s[i] for s in slices), *consts]
+                carry.clear()
+                got = body.run(inputs)
                 carry = got[:n_c]
                 for y, v in zip(ys, got[n_c : n_c + n_y], strict=True):
-                    y.append(v)
+                    y.put(i, v)
                 if op.keeps:
                     handle.append(got[n_c + n_y :])
-            stacked = [b.call(torch.stack, (y,), {}) for y in ys]
-            for slot, value in zip(outs, [*carry, *stacked, handle], strict=False):
-                env[slot] = value
+                del got
+            _store(env, outs, [*carry, *(y.result() for y in ys), *([handle] if op.keeps else [])])
 
         return run
 
-    def _scan_backward(self, node: Node, op: LocalScanBackward, outs: tuple[int, ...]) -> Step:
-        b, body, read = self.backend, Executable(op.body, self.backend), self._reader(node.args)
-        n_c, n_x = op.n_carry, op.n_ct_xs
+    def _scan_backward(self, node: Node, op: LocalScanBackward, dying: set[int]) -> Step:
+        b, body, read, outs = self.backend, self._body(op.body), self._reader(node.args, dying), self._outs(node)
+        n_c, n_x, n_sums = op.n_carry, op.n_ct_xs, len(op.body.outputs) - op.n_carry - op.n_ct_xs
 
         def run(env: list[Any]) -> None:
             ct_carries, ct_ys, handle, xs, consts = read(env)
             cts = list(ct_carries)
+            del ct_carries
             y_slices = [b.call(torch.unbind, (y,), {}) for y in ct_ys]
             x_slices = [b.call(torch.unbind, (x,), {}) for x in xs]
-            per_layer: list[list[Any]] = [[] for _ in range(n_x)]
-            sums: list[Any] | None = None
+            stacks = [Stack(b, op.length) for _ in range(n_x)]
+            sums = [Sum(b) for _ in range(n_sums)]
             for i in reversed(range(op.length)):
-                kept = handle.pop()
-                got = body([*cts, *(y[i] for y in y_slices), *kept, *(x[i] for x in x_slices), *consts])
+                inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
+                cts.clear()
+                got = body.run(inputs)
                 cts = got[:n_c]
-                for g, v in zip(per_layer, got[n_c : n_c + n_x], strict=True):
-                    g.append(v)
-                sums = add(b, sums, got[n_c + n_x :])
-            stacked = []
-            for g in per_layer:
-                g.reverse()
-                stacked.append(b.call(torch.stack, (g,), {}))
-                g.clear()
-            for slot, value in zip(outs, [*cts, *stacked, *(sums or [])], strict=True):
-                env[slot] = value
+                for s, v in zip(stacks, got[n_c : n_c + n_x], strict=True):
+                    s.put(i, v)
+                for t, v in zip(sums, got[n_c + n_x :], strict=True):
+                    t.add(v)
+                del got
+            _store(env, outs, [*cts, *(s.result() for s in stacks), *(t.result() for t in sums)])
 
         return run
 
-    def _accumulate(self, node: Node, op: LocalAccumulate, outs: tuple[int, ...]) -> Step:
-        b, body, read = self.backend, Executable(op.body, self.backend), self._reader(node.args)
+    def _accumulate(self, node: Node, op: LocalAccumulate, dying: set[int]) -> Step:
+        b, body, read, outs = self.backend, self._body(op.body), self._reader(node.args, dying), self._outs(node)
 
         def run(env: list[Any]) -> None:
             args = read(env)
-            split = [b.call(torch.unbind, (a,), {}) if batched else None for a, batched in zip(args, op.batched, strict=True)]
-            sums: list[Any] | None = None
+            split = [
+                b.call(torch.unbind, (a,), {}) if batched else None for a, batched in zip(args, op.batched, strict=True)
+            ]
+            sums = [Sum(b) for _ in outs]
             for j in range(op.steps):
-                got = body([a if s is None else s[j] for a, s in zip(args, split, strict=True)])
-                sums = add(b, sums, got)
-            for slot, value in zip(outs, sums or [], strict=True):
-                env[slot] = value
+                got = body.run([a if s is None else s[j] for a, s in zip(args, split, strict=True)])
+                for t, v in zip(sums, got, strict=True):
+                    t.add(v)
+                del got
+            _store(env, outs, [t.result() for t in sums])
 
         return run
 
 
-def add(backend: Any, sums: list[Any] | None, new: list[Any]) -> list[Any]:
-    """Running sums, in order."""
-    if sums is None:
-        return list(new)
-    return [backend.call(torch.add, (s, v), {}) for s, v in zip(sums, new, strict=True)]
+def _grouped(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Runs of compute nodes; each collective and each loop alone. A rank's own index, which needs nothing, comes first."""
+    groups: list[list[Node]] = [[n] for n in nodes if n.op is AXIS_INDEX]
+    open_run = False
+    for n in nodes:
+        alone = isinstance(n.op, (Collective, *_LOOPS)) or hasattr(n.op, "build")
+        if n.op is AXIS_INDEX:
+            continue
+        if alone or not open_run:
+            groups.append([n])
+        else:
+            groups[-1].append(n)
+        open_run = not alone
+    return groups
+
+
+def _store(env: list[Any], slots: Sequence[int], values: Sequence[Any]) -> None:
+    for slot, value in zip(slots, values, strict=False):
+        env[slot] = value
 
 
 def take_part(x: torch.Tensor, index: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     """Part `index` of `parts` along `dim`."""
     size = x.shape[dim] // parts
     return x.unflatten(dim, (parts, size)).index_select(dim, index.reshape(1)).squeeze(dim)
-
-
-def returns_sequence(node: Node) -> bool:
-    """True when the operation returns a tuple or list even of one tensor."""
-    if isinstance(node.op, torch._ops.OpOverload):
-        returns = node.op._schema.returns
-        return len(returns) != 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
-    return len(node.outs) > 1
-
-
-def lowering(node: Node, device: torch.device) -> Callable[..., Any]:
-    """The callable that runs a compute node on local tensors."""
-    op = node.op
-    if op is constant:
-        return lambda literal: literal.tensor.to(device) if isinstance(literal, Literal) else literal
-    if op is MIRROR:
-        return op
-    if isinstance(op, Primitive):
-        return op.run()
-    if op in (aten.view.default, aten._unsafe_view.default):
-        return torch.reshape
-    if isinstance(op, torch._ops.OpOverload) and not node.operands() and any(a.name == "device" for a in op._schema.arguments):
-        return lambda *args, **kwargs: op(*args, **{**kwargs, "device": device})
-    return op

@@ -1,0 +1,157 @@
+"""Runs of compute nodes as generated Python: one function instead of one interpreted step a node.
+
+The function is what one would write by hand: a line a node, its source in a comment (tracebacks show it), and a `del`
+after each value's last use, so that memory is held no longer than it must:
+
+    v7 = f0(v3, v5)  # model.py:12 block
+    del v3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+
+from fmeg.program.gradient import MIRROR
+from fmeg.program.ir import Node, Value, values_in
+from fmeg.sharding.lowering import lowering, returns_sequence
+
+Slots = Mapping[int, int]  # id of a value -> its place in the environment
+Run = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A generated function from a list of values, those in the slots `ins`, to a tuple of those in `outs`."""
+
+    fn: Run
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+class _Source:
+    """The text of a generated function, where tracebacks look for it; and the objects that it refers to."""
+
+    def __init__(self, name: str, slots: Slots, device: torch.device) -> None:
+        self.name, self.slots, self.device = name, slots, device
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {"__name__": name, "__loader__": self}
+
+    def get_source(self, name: str) -> str:
+        return "\n".join(self.lines) + "\n"
+
+    def constant(self, x: Any, prefix: str) -> str:
+        name = f"{prefix}{len(self.scope)}"
+        self.scope[name] = x
+        return name
+
+    def local(self, v: Value) -> str:
+        return f"v{self.slots[id(v)]}"
+
+    def expression(self, x: Any) -> str:
+        """An argument: values by their names, plain data in place, everything else as a constant."""
+        if isinstance(x, Value):
+            return self.local(x)
+        if x is None or type(x) in (bool, int, str) or (type(x) is float and isfinite(x)):
+            return repr(x)
+        if type(x) is tuple:
+            return f"({''.join(self.expression(y) + ', ' for y in x)})"
+        if type(x) is list:
+            return f"[{', '.join(map(self.expression, x))}]"
+        if type(x) is dict:
+            return "{" + ", ".join(f"{k!r}: {self.expression(y)}" for k, y in x.items()) + "}"
+        return self.constant(x, "c")
+
+    def node(self, node: Node, last: Sequence[int]) -> None:
+        """The line that runs a node, and the one that drops the locals which it is the last to use."""
+        note = f"  # {node.source}".replace("\n", " ") if node.source else ""
+        outs = [self.local(v) for v in node.outs]
+        if node.op is MIRROR:
+            self.lines.append(f"    {outs[0]} = {self.expression(node.args[0])}{note}")
+        else:
+            args = [self.expression(a) for a in node.args]
+            args += [f"{k}={self.expression(v)}" for k, v in node.kwargs.items()]
+            call = f"{self.constant(lowering(node, self.device), 'f')}({', '.join(args)})"
+            picked = node.tags.get("results")
+            if picked is not None:
+                self.lines.append(f"    _ = {call}{note}")
+                self.lines += [f"    {out} = _[{i}]" for out, i in zip(outs, picked, strict=True)]
+                self.lines.append("    del _")
+            elif len(outs) == 1 and not returns_sequence(node):
+                self.lines.append(f"    {outs[0]} = {call}{note}")
+            else:
+                self.lines.append(f"    {''.join(o + ', ' for o in outs)}= {call}{note}")
+        if last:
+            self.lines.append(f"    del {', '.join(f'v{s}' for s in last)}")
+
+    def compile(self, function: str) -> Run:
+        exec(compile(self.get_source(self.name), self.name, "exec"), self.scope)
+        return self.scope[function]
+
+
+def _last_uses(nodes: Sequence[Node], slots: Slots) -> list[list[int]]:
+    """For each node, the slots that no later one uses."""
+    last = {slots[id(v)]: i for i, n in enumerate(nodes) for v in (*n.operands(), *n.outs)}
+    out: list[list[int]] = [[] for _ in nodes]
+    for slot, i in last.items():
+        out[i].append(slot)
+    return out
+
+
+def in_place(nodes: Sequence[Node], slots: Slots, dying: set[int], device: torch.device, name: str) -> Run:
+    """The nodes as a function on the environment itself, which values in `dying` leave and others made here enter."""
+    src = _Source(name, slots, device)
+    src.lines.append("def run(env):")
+    here: set[int] = set()
+    for node, last in zip(nodes, _last_uses(nodes, slots), strict=True):
+        for v in node.operands():
+            slot = slots[id(v)]
+            if slot not in here:
+                here.add(slot)
+                src.lines.append(f"    v{slot} = env[{slot}]")
+                if slot in dying:
+                    src.lines.append(f"    env[{slot}] = None")
+        src.node(node, ())
+        made = [slots[id(v)] for v in node.outs]
+        here.update(made)
+        src.lines += [f"    env[{slot}] = v{slot}" for slot in made if slot not in dying]
+        if last:
+            src.lines.append(f"    del {', '.join(f'v{s}' for s in last)}")
+    return src.compile("run")
+
+
+def as_function(nodes: Sequence[Node], slots: Slots, needed: set[int], device: torch.device, name: str) -> Chunk:
+    """The nodes as a function from the values that they use to those of its values that are `needed` afterwards."""
+    made = [slots[id(v)] for n in nodes for v in n.outs]
+    inside = set(made)
+    used = dict.fromkeys(slots[id(v)] for n in nodes for v in n.operands())
+    ins = tuple(s for s in used if s not in inside)
+    outs = tuple(s for s in made if s in needed)
+    src = _Source(name, slots, device)
+    src.lines.append("def run(values):")
+    if ins:
+        src.lines.append(f"    {''.join(f'v{s}, ' for s in ins)}= values")
+    for node, last in zip(nodes, _last_uses(nodes, slots), strict=True):
+        src.node(node, [s for s in last if s in inside and s not in needed])
+    src.lines.append(f"    return ({''.join(f'v{s}, ' for s in outs)})")
+    return Chunk(src.compile("run"), ins, outs)
+
+
+def by_variation(nodes: Sequence[Node], slots: Slots, known: Mapping[int, int]) -> list[list[Node]]:
+    """Nodes grouped by the mesh axes over which their results vary: few axes first, so that no group needs a later one.
+
+    `known` gives the axes, as bits, of the values made before; those of a node are all those of its operands.
+    """
+    masks = dict(known)
+    groups: dict[int, list[Node]] = {}
+    for n in nodes:
+        mask = 0
+        for v in values_in((n.args, n.kwargs)):
+            mask |= masks[slots[id(v)]]
+        masks.update(dict.fromkeys((slots[id(v)] for v in n.outs), mask))
+        groups.setdefault(mask, []).append(n)
+    return [groups[m] for m in sorted(groups, key=int.bit_count)]
