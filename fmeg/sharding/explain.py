@@ -132,7 +132,7 @@ class Explanation:
 
     def _sums(self) -> Iterator[tuple[str, ...]]:
         for kind, axes, nodes, executions, total in self.totals():
-            yield kind, "+".join(axes), str(nodes), str(executions), size(total)
+            yield kind, "+".join(axes), f"{nodes} node{'s' * (nodes != 1)}", str(executions), size(total)
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -145,7 +145,7 @@ class Explanation:
             table.add_row(*map(Text, cells), style="" if "(implicit)" not in cells[-2] else "bold")
         table.add_section()
         for kind, axes, nodes, executions, total in self._sums():
-            table.add_row("total", "", kind, axes, f"{executions}×", "", total, f"{nodes} nodes")
+            table.add_row("total", "", kind, axes, f"{executions}×", "", total, nodes)
         return table
 
     def _title(self) -> str:
@@ -157,13 +157,13 @@ class Explanation:
         from rich.console import Console
 
         out = StringIO()
-        Console(file=out, width=180, color_system=None).print(self)
+        Console(file=out, width=180, color_system=None, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        sums = [("total", "", k, a, f"{e}×", "", b, f"{n} nodes", "", "") for k, a, n, e, b in self._sums()]
+        sums = [("total", "", k, a, f"{e}×", "", b, n, "", "") for k, a, n, e, b in self._sums()]
         body = (_html_row("td", cells) for cells in (*self._cells(), *sums))
         lines = ("<table>", "<thead>", _html_row("th", _HEAD), "</thead>", "<tbody>", *body, "</tbody>", "</table>")
         return "\n".join((f"<p>{escape(self._title())}</p>", *lines))
@@ -176,9 +176,12 @@ _NO_WRAP = ("where", "", "collective", "over", *_RIGHT)
 
 def _html_row(tag: str, cells: Iterable[str]) -> str:
     """A row, with numbers at the right and words at the left whatever the notebook's own style is."""
-    sides = ("right" if name in _RIGHT else "left" for name in _HEAD)
-    pairs = zip(sides, cells, strict=True)
-    return "<tr>" + "".join(f"<{tag} style='text-align:{side}'>{escape(c)}</{tag}>" for side, c in pairs) + "</tr>"
+    out = []
+    for name, cell in zip(_HEAD, cells, strict=True):
+        style = f"text-align:{'right' if name in _RIGHT else 'left'}"
+        style += ";white-space:nowrap" if name in _NO_WRAP else ""
+        out.append(f"<{tag} style='{style}'>{escape(cell)}</{tag}>")
+    return f"<tr>{''.join(out)}</tr>"
 
 
 def _total(rows: Iterable[Row], item: Any) -> dict[Any, int]:
