@@ -94,59 +94,51 @@ class _Choice:
     saved: dict[int, Value] = field(default_factory=dict)
     redone: set[int] = field(default_factory=set)  # ids of nodes
 
-    def need(self, v: Value) -> None:
+    def need(self, values: Iterable[Value]) -> None:
         """First round: everything but the cheap operations outside remat regions."""
-        if id(v) in self.inputs or id(v) in self.saved:
-            return
-        node = v.node
-        if node is None:
-            self.saved[id(v)] = v
-            return
-        if id(node) in self.redone:
-            return
-        if id(node) in self.named:
-            self.saved[id(v)] = v
-        elif not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
-            self.redone.add(id(node))
-            for u in node.operands():
-                self.need(u)
-        elif not _is_cheap(node):
-            self.saved[id(v)] = v
+        todo = list(values)
+        while todo:
+            v = todo.pop()
+            node = v.node
+            if id(v) in self.inputs or id(v) in self.saved or (node is not None and id(node) in self.redone):
+                continue
+            if node is None or id(node) in self.named:
+                self.saved[id(v)] = v
+            elif not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
+                self.redone.add(id(node))
+                todo += node.operands()
+            elif not _is_cheap(node):
+                self.saved[id(v)] = v
 
-    def available(self, v: Value) -> bool:
-        """Kept, free, or made by cheap operations from such."""
-        if id(v) in self.inputs or id(v) in self.saved:
-            return True
-        node = v.node
-        if node is None:
-            return False
-        if id(node) in self.redone:
-            return True
-        return _is_cheap(node) and all(self.available(u) for u in node.operands())
+    def settle(self, nodes: Iterable[Node], wanted: dict[int, Value]) -> None:
+        """Second round, for cheap operations: redo what follows from what is kept or free, keep the rest.
 
-    def settle(self, v: Value) -> None:
-        """Second round, for cheap operations: redo what is available, keep the rest."""
-        if id(v) in self.inputs or id(v) in self.saved:
-            return
-        node = v.node
-        if node is None:
-            self.saved[id(v)] = v
-            return
-        if id(node) in self.redone:
-            return
-        if all(self.available(u) for u in node.operands()):
-            self.redone.add(id(node))
-            for u in node.operands():
-                self.settle(u)
-        else:
-            self.saved[id(v)] = v
+        In the order in which values are made: what is kept early lets what follows from it be redone.
+        """
+        for v in wanted.values():
+            if v.node is None and id(v) not in self.inputs:
+                self.saved[id(v)] = v
+        ready = self.inputs | set(self.saved)
+        for node in nodes:
+            free = id(node) in self.redone or (_is_cheap(node) and all(id(u) in ready for u in node.operands()))
+            for o in node.outs:
+                if not free and id(o) in wanted:
+                    self.saved.setdefault(id(o), o)
+                if free or id(o) in self.saved:
+                    ready.add(id(o))
+        todo = list(wanted.values())
+        while todo:
+            v = todo.pop()
+            if id(v) not in self.inputs and id(v) not in self.saved and v.node is not None and id(v.node) not in self.redone:
+                self.redone.add(id(v.node))
+                todo += v.node.operands()
 
 
 def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
     """`free`: inputs that the backward pass has anyway."""
     choice = _Choice({id(v) for v in free}, _regather(joint), _named(joint))
     wanted: dict[int, Value] = {}
-    forward = {id(n) for n in joint.nodes if n.phase == "F"}
+    forward = {id(n): n for n in joint.nodes if n.phase == "F"}
     inputs = {id(v) for v in joint.inputs}
 
     for n in joint.nodes:
@@ -154,42 +146,41 @@ def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
             for v in n.operands():
                 if id(v) in inputs or (v.node is not None and id(v.node) in forward):
                     wanted.setdefault(id(v), v)
-    for v in wanted.values():
-        choice.need(v)
-    for v in [*wanted.values(), *(u for n in joint.nodes if id(n) in choice.redone for u in n.operands())]:
-        choice.settle(v)
+    choice.need(wanted.values())
+    wanted.update({id(u): u for n in joint.nodes if id(n) in choice.redone for u in n.operands()})
+    choice.settle(forward.values(), wanted)
     return choice
 
 
 def _rewrite(joint: Program, choice: _Choice, swap: dict[int, Value]) -> list[Node]:
     """Backward nodes with redone operations cloned before their first use; `swap` maps kept values."""
 
-    def bring(v: Value, out: list[Node]) -> Value:
-        if id(v) in swap:
-            return swap[id(v)]
-        node = v.node
-        if node is None or id(node) not in choice.redone:
-            return v
-        operands = {id(u): bring(u, out) for u in node.operands()}
-        args, kwargs = map_values(lambda u: operands[id(u)], (node.args, node.kwargs))
-        clone = Node(node.op, args, kwargs, source=node.source, phase="B", tags={**node.tags, "again": True})
+    place = {id(n): i for i, n in enumerate(joint.nodes)}
+
+    def bring(values: Iterable[Value], out: list[Node]) -> None:
+        """Clone what `values` need and nothing has brought yet."""
+        todo, needed = list(values), {}
+        while todo:
+            v = todo.pop()
+            if id(v) not in swap and v.node is not None and id(v.node) in choice.redone and id(v.node) not in needed:
+                needed[id(v.node)] = v.node
+                todo += v.node.operands()
+        for node in sorted(needed.values(), key=lambda n: place[id(n)]):
+            out.append(copy(node, again=True))
+
+    def copy(node: Node, **tags: Any) -> Node:
+        args, kwargs = map_values(lambda v: swap.get(id(v), v), (node.args, node.kwargs))
+        clone = Node(node.op, args, kwargs, source=node.source, phase="B", tags={**node.tags, **tags})
         clone.outs = tuple(Value(o.type, clone, i, placement=o.placement) for i, o in enumerate(node.outs))
-        out.append(clone)
-        for o, c in zip(node.outs, clone.outs, strict=True):
-            swap[id(o)] = c
-        return swap[id(v)]
+        swap.update({id(o): c for o, c in zip(node.outs, clone.outs, strict=True)})
+        return clone
 
     nodes: list[Node] = []
     for node in joint.nodes:
         if node.phase != "B":
             continue
-        mapped = {id(v): bring(v, nodes) for v in node.operands()}
-        args, kwargs = map_values(lambda v, m=mapped: m[id(v)], (node.args, node.kwargs))
-        copy = Node(node.op, args, kwargs, source=node.source, phase="B", tags=node.tags)
-        copy.outs = tuple(Value(o.type, copy, i, placement=o.placement) for i, o in enumerate(node.outs))
-        for o, c in zip(node.outs, copy.outs, strict=True):
-            swap[id(o)] = c
-        nodes.append(copy)
+        bring(node.operands(), nodes)
+        nodes.append(copy(node))
     return nodes
 
 

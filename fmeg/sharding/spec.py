@@ -43,6 +43,9 @@ def _tuple(entry: Any, what: str) -> tuple[str, ...]:
     if isinstance(entry, str):
         return (entry,)
     if isinstance(entry, (tuple, list)) and all(isinstance(e, str) for e in entry):
+        for axis in entry:
+            if entry.count(axis) > 1:
+                raise ShardingError(f"Layout: {what} names the mesh axis {axis!r} twice, in {entry!r}; name it once")
         return tuple(entry)
     raise ShardingError(f"Layout: {what} must be a mesh axis name, a tuple of them or None, given {entry!r}")
 

@@ -19,7 +19,9 @@ def run(program: Program, values: Sequence[Tensor]) -> list:
     part = Partitioner(Context({}, {}, {}), program.name)
     inputs = [part.input(v, Placed(v.type, Placement.replicated(v.ndim))) for v in program.inputs]
     part.run(program.nodes)
-    outputs = [part.get(part.placed(o), part.placed(o).home, "output") if isinstance(o, Value) else o for o in program.outputs]
+    outputs = [
+        part.get(part.placed(o), part.placed(o).home, "output") if isinstance(o, Value) else o for o in program.outputs
+    ]
     return Executable(part.finish(inputs, outputs), Mesh(backend="loop").backend())(values)
 
 

@@ -117,7 +117,9 @@ def test_a_custom_backward_is_refused_only_where_it_matters():
     program = trace(lambda x, y: (Double.apply(x) * y).sum(), X, Y).program
     assert torch.equal(run(program, [X, Y])[0], (X * 2 * Y).sum())
     assert torch.equal(run(differentiate(program, [1], [0]), [X, Y, ONE])[1], X * 2)
-    with pytest.raises(TraceError, match=r"gradient of Double, a torch.autograd.Function, at test_gradient.py:\d+ forward"):
+    with pytest.raises(
+        TraceError, match=r"gradient of Double, a torch.autograd.Function, at test_gradient.py:\d+ forward"
+    ):
         differentiate(program, [0], [0])
 
 

@@ -1,4 +1,4 @@
-"""From functions to Programs: what is recorded means what the function means, and what cannot be recorded is an error."""
+"""From functions to Programs: what is recorded means what the function means; what cannot be recorded is an error."""
 
 from __future__ import annotations
 
@@ -301,7 +301,10 @@ def test_every_node_knows_its_line():
         assert node.source, node.opname
         where = "body" if "scan body" in path or "scan body backward" in path else "fn"
         if node.phase == "F" and node.opname not in ("scan", "scan_forward"):
-            assert node.source.startswith("test_trace.py:") and node.source.endswith(f" {where}"), (node.opname, node.source)
+            assert node.source.startswith("test_trace.py:") and node.source.endswith(f" {where}"), (
+                node.opname,
+                node.source,
+            )
         if node.phase == "B":
             assert node.source.startswith(("bwd of test_trace.py:", "gradient of ")), (node.opname, node.source)
     first = body.__code__.co_firstlineno + 1
@@ -352,7 +355,10 @@ def test_a_body_is_traced_once():
 
 
 CONTRACT = {
-    "dtype": (lambda c, a: (c.float(), None), r"carry \(whole\) is f64\[3\] at the start but the body returns f32\[3\]"),
+    "dtype": (
+        lambda c, a: (c.float(), None),
+        r"carry \(whole\) is f64\[3\] at the start but the body returns f32\[3\]",
+    ),
     "shape": (lambda c, a: (c[:2], None), r"f64\[3\] at the start but the body returns f64\[2\]"),
     "structure": (lambda c, a: ((c, c), None), "return the structure that the body was given"),
     "number": (lambda c, a: (0, None), "must be a tensor, given 0"),

@@ -59,7 +59,10 @@ def terms(mesh: Mesh, x: Tensor, p: Placement):
         rest = (n - 1) * n // 2
         whole.append(x - rest if n > 1 and i == 0 else torch.full_like(x, i) if n > 1 else x)
     blocks = [backend.local(backend.scatter(w, p.dims))[k] for k, w in enumerate(whole)]
-    everywhere = (tuple(p.dims[0]) + tuple(sorted(p.pending)), *p.dims[1:])  # no two ranks of a pending axis hold the same
+    everywhere = (
+        tuple(p.dims[0]) + tuple(sorted(p.pending)),
+        *p.dims[1:],
+    )  # no two ranks of a pending axis hold the same
     return backend.from_local(blocks, everywhere)
 
 
@@ -88,7 +91,7 @@ def test_every_pair_on_two_axes(mesh):
 @given(st.data())
 def test_three_axes(data):
     axes = data.draw(st.permutations(("a", "b", "c")))
-    mesh = Mesh({a: 2 for a in axes})
+    mesh = Mesh(dict.fromkeys(axes, 2))
     every = placements(tuple(axes), 2)
     src = data.draw(st.sampled_from(every))
     dst = data.draw(st.sampled_from([p for p in every if p.pending <= src.pending]))
