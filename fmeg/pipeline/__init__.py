@@ -1,0 +1,39 @@
+"""Pipeline schedules as data: made by name or by hand, verified, timed and drawn before anything runs.
+
+schedule = by_name("1f1b", ranks=4, microbatches=8)
+print(schedule)                              one line a rank: 0F0 0F1 …
+schedule.verify()                            bubble, peak, or a ScheduleError that says what is wrong
+schedule.timeline(Costs(F=2, B=3, hop=0.1))  when each action runs
+schedule.draw()                              SVG; a notebook shows it
+"""
+
+from fmeg.pipeline.costs import Costs
+from fmeg.pipeline.draw import compare, draw
+from fmeg.pipeline.errors import DeadlockError, ScheduleError
+from fmeg.pipeline.export import chrome_trace, png
+from fmeg.pipeline.memory import peaks
+from fmeg.pipeline.names import SCHEDULES, by_name
+from fmeg.pipeline.schedule import Action, Schedule, stage_map
+from fmeg.pipeline.simulate import Timeline, capacity_needed, timeline
+from fmeg.pipeline.verify import Report, verify
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Costs",
+    "DeadlockError",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "by_name",
+    "capacity_needed",
+    "chrome_trace",
+    "compare",
+    "draw",
+    "peaks",
+    "png",
+    "stage_map",
+    "timeline",
+    "verify",
+]

@@ -1,0 +1,83 @@
+"""What actions cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fmeg.pipeline.errors import ScheduleError
+from fmeg.pipeline.schedule import COMPUTE, Action
+
+Cost = float | Sequence[float]
+Event = tuple[int, Action, float, float]
+"""(rank, action, start, end)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations, in any unit: a number, or one a stage.
+
+    F B I W  of a forward, a whole backward, and its two parts
+    hop      of a message between two ranks
+    pair     None: the two actions of a pair run one after the other. A number: they begin and end together, and take
+             this part of their sum
+
+    >>> Costs(F=[1, 2]).of(Action("F", 1, 0))
+    2
+    """
+
+    F: Cost = 1.0
+    B: Cost = 2.0
+    I: Cost = 1.0
+    W: Cost = 1.0
+    hop: float = 0.0
+    pair: float | None = None
+
+    def of(self, action: Action) -> float:
+        """Of one action; messages, GATHER and REDUCE take no time of their rank."""
+        cost = getattr(self, action.kind, 0.0)
+        return cost if isinstance(cost, (int, float)) else cost[action.stage]
+
+    def per_stage(self, kind: str, stages: int) -> list[float]:
+        """Of a kind, one number a stage. ScheduleError if there are not as many."""
+        cost: Cost = getattr(self, kind)
+        if isinstance(cost, (int, float)):
+            return [cost] * stages
+        if len(cost) != stages:
+            raise ScheduleError(f"Costs: {kind} must be a number or have one a stage, {stages}; given {len(cost)}")
+        return list(cost)
+
+    def shared(self, chunks: float) -> Costs:
+        """The costs of one of a rank's `chunks` stages, where these are of all of them; messages stay as they are.
+
+        >>> Costs(hop=0.5).shared(2)
+        Costs(F=0.5, B=1.0, I=0.5, W=0.5, hop=0.5, pair=None)
+        """
+        share = lambda cost: cost / chunks if isinstance(cost, (int, float)) else cost
+        return replace(self, **{kind: share(getattr(self, kind)) for kind in COMPUTE})
+
+    @classmethod
+    def measured(cls, events: Iterable[Event], stages: int, hop: float = 0.0) -> Costs:
+        """The mean duration of each kind and stage among (rank, action, start, end); B is I + W where none was seen,
+        and I and W half of B each.
+
+        >>> Costs.measured([(0, Action("F", 0, 0), 0.0, 1.0), (0, Action("B", 0, 0), 1.0, 4.0)], stages=1).I
+        (1.5,)
+        """
+        total: dict[tuple[str, int], float] = {}
+        count: dict[tuple[str, int], int] = {}
+        for _, action, start, end in events:
+            key = action.kind, action.stage
+            total[key] = total.get(key, 0.0) + end - start
+            count[key] = count.get(key, 0) + 1
+        mean = {key: total[key] / count[key] for key in total}
+
+        def of(kind: str, stage: int) -> float:
+            if (kind, stage) in mean or kind == "F":
+                return mean.get((kind, stage), 0.0)
+            if kind == "B":
+                return mean.get(("I", stage), 0.0) + mean.get(("W", stage), 0.0)
+            return mean.get(("B", stage), 0.0) / 2
+
+        f, b, i, w = (tuple(of(kind, stage) for stage in range(stages)) for kind in "FBIW")
+        return cls(f, b, i, w, hop)
