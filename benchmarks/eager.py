@@ -23,6 +23,10 @@ from fmeg.models import llama
 
 SIZES = {
     "tiny": (llama.Config(vocab_size=256, embed=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=128), (2, 32)),
+    "vocabulary": (
+        llama.Config(vocab_size=16384, embed=64, layers=1, heads=4, kv_heads=2, head_dim=16, ff=128),
+        (2, 128),
+    ),
     "small": (llama.Config(vocab_size=1024, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, ff=704), (4, 256)),
 }
 

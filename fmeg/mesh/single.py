@@ -23,6 +23,7 @@ class SingleBackend:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.index = RankIndex(mesh)
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +63,7 @@ class SingleBackend:
         return torch.zeros((), dtype=torch.int64, device=self.device)
 
     def scatter(self, source: Source, dims: Dims, shape: Sequence[int] | None = None) -> Value:
-        return blocks.reader(RankIndex(self.mesh), source, dims, shape)(0)
+        return blocks.reader(self.index, source, dims, shape)(0)
 
     def gather(self, value: Value, dims: Dims) -> Tensor:
         checks.placement(self.mesh, dims, value.ndim, "gather")

@@ -20,11 +20,15 @@ class Eager:
              derivatives go through it
     vjp      as in `Primitive`
     kernel   stands in for `plain` where nothing differentiates through it
+    saves    the results, by index, that `vjp` reads; it gets None for the others, which need not be kept
+    alone    (args, kwargs, cts, i) -> the cotangent of tensor i, where those of others may be unwanted and cost much
     """
 
     plain: Callable[..., Any]
     vjp: Callable[..., Any]
     kernel: Callable[..., Any] | None = None
+    saves: tuple[int, ...] = ()
+    alone: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if transformed():
@@ -43,23 +47,30 @@ class _Function(torch.autograd.Function):
         outs = result if isinstance(result, tuple) else (result,)
         ctx.op, ctx.kwargs, ctx.n_outs = op, kwargs, len(outs)
         ctx.static = [None if isinstance(x, Tensor) else (x,) for x in args]
-        ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)), *outs)
+        ctx.save_for_backward(*[x for x in args if isinstance(x, Tensor)], *[outs[i] for i in op.saves])
         ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
     def backward(ctx: Any, *cts: Tensor | None) -> tuple[Tensor | None, ...]:
+        op, static = ctx.op, ctx.static
         if all(ct is None for ct in cts):
-            return (None,) * (2 + len(ctx.static))
-        saved = ctx.saved_tensors
-        tensors, outs = saved[: -ctx.n_outs], saved[-ctx.n_outs :]
-        it = iter(tensors)
-        args = tuple(next(it) if s is None else s[0] for s in ctx.static)
+            return (None,) * (2 + len(static))
+        it = iter(ctx.saved_tensors)
+        args = tuple([next(it) if s is None else s[0] for s in static])
+        needed = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            grads = iter(_again(ctx.op, args, ctx.kwargs, cts, ctx.needs_input_grad[2:]))
+            grads = _again(op, args, ctx.kwargs, cts, needed)
+        elif op.alone is not None:
+            wanted = [n for n, s in zip(needed, static, strict=True) if s is None]
+            grads = [op.alone(args, ctx.kwargs, cts, i) if w else None for i, w in enumerate(wanted)]
         else:
-            grads = iter(ctx.op.vjp(args, ctx.kwargs, outs, cts))
-        return None, None, *(next(grads) if s is None else None for s in ctx.static)
+            outs: list[Tensor | None] = [None] * ctx.n_outs
+            for i in op.saves:
+                outs[i] = next(it)
+            grads = op.vjp(args, ctx.kwargs, tuple(outs), cts)
+        given = iter(grads)
+        return None, None, *[next(given) if s is None else None for s in static]
 
 
 def _again(op: Eager, args: tuple, kwargs: dict, cts: tuple, needed: tuple[bool, ...]) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg.ops._common import check_float, check_shape, elements, row_names, wide
+from fmeg.ops._common import check_float, check_shape, differentiated, elements, row_names, wide
 from fmeg.ops._eager import Eager
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
@@ -36,10 +36,36 @@ def _plain(
 
 
 def _reference_bwd(
-    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: int | Tensor = 0,
+    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: int | Tensor = 0, **options: Any
+) -> Tensor:
+    """ct ((1 + 2 z lse) p - (1 - ε) onehot - ε / vocab), 0 on padding; the columns begin at global class `offset`."""
+    run = _plain_bwd if differentiated(logits, lse, ct) else _kernel_bwd
+    return run(logits, targets, lse, ct, offset, **options)
+
+
+def _kernel_bwd(
+    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: int | Tensor,
     *, z_loss: float, label_smoothing: float, vocab: int,
 ) -> Tensor:  # fmt: skip
-    """ct ((1 + 2 z lse) p - (1 - ε) onehot - ε / vocab), 0 on padding; the columns begin at global class `offset`."""
+    """As `_plain_bwd`, bit for bit, in the memory of one tensor of the logits' size."""
+    n, lse = logits.shape[-1], lse.unsqueeze(-1)
+    dx = (wide(logits) - lse).exp_()
+    dx.mul_(ct.unsqueeze(-1) * (1 + 2 * z_loss * lse) if z_loss else ct.unsqueeze(-1))
+    index = targets.long() - offset
+    hit = ct if not label_smoothing else ct * (1 - label_smoothing)
+    hit = torch.where((index >= 0) & (index < n), hit, 0.0).neg()
+    dx.scatter_add_(-1, index.clamp(0, n - 1).unsqueeze(-1), hit.unsqueeze(-1))
+    if label_smoothing:
+        dx.sub_(ct.unsqueeze(-1) * (label_smoothing / vocab))
+    if not isinstance(offset, int) or offset + n > vocab:
+        dx.masked_fill_(torch.arange(n, device=logits.device) + offset >= vocab, 0.0)
+    return dx.to(logits.dtype)
+
+
+def _plain_bwd(
+    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: int | Tensor,
+    *, z_loss: float, label_smoothing: float, vocab: int,
+) -> Tensor:  # fmt: skip
     classes = torch.arange(logits.shape[-1], device=logits.device) + offset
     ct, lse = ct.unsqueeze(-1), lse.unsqueeze(-1)
     dlse = ct if not z_loss else ct * (1 + 2 * z_loss * lse)
@@ -100,7 +126,9 @@ def _rule_bwd(node: Node) -> Rule:
     return rule(f"{rows} v, {rows}, {rows}, {rows} -> {rows} v", shapes, linear=frozenset({3}), local=_local_bwd)
 
 
-cross_entropy_p = Primitive("cross_entropy", Eager(_plain, _vjp), vjp=_vjp, rule=_rule, flops=lambda n: 4 * elements(n))
+cross_entropy_p = Primitive(
+    "cross_entropy", Eager(_plain, _vjp, saves=(1,)), vjp=_vjp, rule=_rule, flops=lambda n: 4 * elements(n)
+)
 cross_entropy_bwd_p = Primitive(
     "cross_entropy_bwd", _reference_bwd, rule=_rule_bwd, flops=lambda n: 5 * elements(n), cheap=True
 )

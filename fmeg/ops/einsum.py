@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from string import ascii_letters
@@ -60,7 +60,8 @@ def _letters(equation: str) -> str:
     return ",".join("".join(map(letter.__getitem__, n)) for n in ins) + "->" + "".join(map(letter.__getitem__, out))
 
 
-def _sizes(equation: str, shapes: list[tuple[int, ...]]) -> dict[str, int]:
+@lru_cache(maxsize=4096)
+def _sizes(equation: str, *shapes: tuple[int, ...]) -> Mapping[str, int]:
     """The size of each name; checks ranks and agreement."""
     ins, _ = parse_equation(equation)
     if len(ins) != len(shapes):
@@ -100,7 +101,7 @@ def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ..
 
 @lru_cache(maxsize=4096)
 def _transposed(equation: str, i: int) -> tuple[str, tuple[int, ...]]:
-    """The equation of operand i's cotangent, with the result in its place, and the dimensions that no other term has."""
+    """The equation of operand i's cotangent, the result in its place, and the dimensions that no other term has."""
     ins, out = parse_equation(equation)
     terms = (*ins[:i], out, *ins[i + 1 :])
     present = {n for names in terms for n in names}
@@ -124,13 +125,14 @@ def _rule(node: Node) -> Rule:
     ins, out = parse_equation(equation)
     shapes = [v.shape for v in node.operands()]
     dims = tuple(tuple((n,) for n in names) for names in ins)
-    return Rule(dims, (tuple((n,) for n in out),), _sizes(equation, shapes), linear=frozenset(range(len(shapes))))
+    sizes = dict(_sizes(equation, *shapes))
+    return Rule(dims, (tuple((n,) for n in out),), sizes, linear=frozenset(range(len(shapes))))
 
 
 def _flops(node: Node) -> int:
     """Two for each multiply-add, contracting from left to right; a lone operand is summed."""
     ins, out = parse_equation(node.args[0])
-    sizes = _sizes(node.args[0], [v.shape for v in node.operands()])
+    sizes = _sizes(node.args[0], *(v.shape for v in node.operands()))
     if len(ins) == 1:
         return prod(sizes[n] for n in ins[0])
     total, left = 0, set(ins[0])
@@ -141,7 +143,12 @@ def _flops(node: Node) -> int:
     return total
 
 
-einsum_p = Primitive("einsum", Eager(_plain, _vjp), vjp=_vjp, rule=_rule, flops=_flops)
+def _alone(args: tuple, kwargs: dict, cts: tuple, i: int) -> Tensor:
+    equation, *operands = args
+    return _cotangent(equation, operands, cts[0], i)
+
+
+einsum_p = Primitive("einsum", Eager(_plain, _vjp, alone=_alone), vjp=_vjp, rule=_rule, flops=_flops)
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
@@ -160,8 +167,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
     >>> einsum("b s d, d f -> b s f", x, w).shape
     torch.Size([2, 3, 5])
     """
-    _sizes(equation, [tuple(x.shape) for x in operands])
-    dtypes = {x.dtype for x in operands}
-    if len(dtypes) > 1:
+    _sizes(equation, *[x.shape for x in operands])
+    if any(x.dtype != operands[0].dtype for x in operands):
         raise TypeError(f"einsum: operands of {equation!r} must have one dtype, given {[x.dtype for x in operands]}")
     return einsum_p(equation, *operands)
