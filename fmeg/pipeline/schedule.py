@@ -56,8 +56,6 @@ class Action(NamedTuple):
         microbatch = "" if self.microbatch < 0 else self.microbatch
         return f"{self.stage}{self.kind}{microbatch}{'&' if self.pair else ''}"
 
-    __str__ = __repr__
-
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action that `str` wrote. ScheduleError if there is none such."""

@@ -31,7 +31,10 @@ class Wires:
         rank_of, width = schedule.rank_of, schedule.microbatches
         crosses = [a != b for a, b in zip(rank_of, rank_of[1:], strict=False)]  # between stages s and s + 1
         down, up = [*crosses, False], [False, *crosses]
-        wires = producer, sent, received, consumer = {}, {}, {}, {}
+        producer: dict[int, int] = {}
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        consumer: dict[int, int] = {}
         node = -1
         for line in schedule.actions:
             for kind, stage, microbatch, _ in line:
@@ -55,7 +58,7 @@ class Wires:
                     received[here] = node
                 elif kind == "RECV_B":
                     received[here + 1] = node
-        return cls(*wires)
+        return cls(producer, sent, received, consumer)
 
 
 def check_wires(schedule: Schedule, in_order: bool = True) -> None:
@@ -129,6 +132,6 @@ def _wrong_messages(schedule: Schedule, wires: Wires) -> NoReturn:
     for there in (wires.sent, wires.received):
         for key, node in there.items():
             if key not in wires.producer:
-                rank, action = _where(schedule, node)
-                raise ScheduleError(f"schedule: rank {rank} has {action}, but no other rank makes or consumes that")
+                rank, extra = _where(schedule, node)
+                raise ScheduleError(f"schedule: rank {rank} has {extra}, but no other rank makes or consumes that")
     raise AssertionError("unreachable: the messages are as they should be")

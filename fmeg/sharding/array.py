@@ -39,6 +39,8 @@ class Array:
 
     value       the backend's own representation of the blocks (see `fmeg.mesh.Backend`)
     spec        mesh axes of each dimension; () is whole
+    order       where dimension 0 is stored in another order (layers by pipeline stage): the global index of each stored row,
+                -1 for padding
 
     An Array is a leaf of a pytree. It does no arithmetic: pass it to a jitted function, or take its `global_value`.
 
@@ -49,14 +51,23 @@ class Array:
     Shard(rank=3, index=(slice(2, 4, None),), data=tensor([2., 3.]))
     """
 
-    __slots__ = ("__weakref__", "dtype", "mesh", "shape", "spec", "value")
+    __slots__ = ("__weakref__", "dtype", "mesh", "order", "shape", "spec", "value")
 
-    def __init__(self, value: Any, shape: Sequence[int], dtype: torch.dtype, spec: Sequence[Entry], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        value: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        spec: Sequence[Entry],
+        mesh: Mesh,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
         self.value = value
         self.shape = tuple(shape)
         self.dtype = dtype
         self.spec = _normal(spec, len(self.shape))
         self.mesh = mesh
+        self.order = order
 
     @classmethod
     def from_global(cls, tensor: Shaped[Tensor, "..."], mesh: Mesh, spec: Sequence[Entry] = ()) -> Array:
@@ -114,6 +125,8 @@ class Array:
         """The DTensor with this Array's local blocks (no copy, no communication). Real meshes only."""
         from fmeg.sharding.dtensor import to_dtensor
 
+        if self.order is not None:
+            raise ShardingError("Array.to_dtensor: its rows are stored by pipeline stage, which a DTensor cannot say; take global_value()")
         return to_dtensor(self)
 
     @property
@@ -132,7 +145,7 @@ class Array:
 
     @property
     def addressable_shards(self) -> list[Shard]:
-        """The block of each rank that this process runs."""
+        """The block of each rank that this process runs; with an `order`, the index counts stored rows."""
         backend, index = self.mesh.backend(), RankIndex(self.mesh)
         return [
             Shard(rank, index.block(rank, self.shape, self.spec), data)
@@ -141,7 +154,11 @@ class Array:
 
     def global_value(self) -> Tensor:
         """The whole tensor. On a real mesh a collective that every process must join, unless nothing is cut."""
-        return self.mesh.backend().gather(self.value, self.spec)
+        stored = self.mesh.backend().gather(self.value, self.spec)
+        if self.order is None:
+            return stored
+        where = {row: i for i, row in enumerate(self.order)}
+        return stored[torch.tensor([where[row] for row in range(self.shape[0])], device=stored.device)]
 
     def numpy(self) -> np.ndarray:
         """The whole tensor as a numpy array (on a real mesh: see `global_value`)."""

@@ -35,7 +35,7 @@ from fmeg.sharding.reshard import Move, plan
 from fmeg.sharding.rules import rule_for
 from fmeg.sharding.rules.creation import standalone
 from fmeg.sharding.spec import resolve
-from fmeg.sharding.value import Placed, Placement, count
+from fmeg.sharding.value import Placed, Placement, count, local_size
 
 LOCAL_SLICE = Collective("local_slice")  # ([x], axes, (dim,)): no communication
 _KINDS = {"all_gather": ALL_GATHER, "all_reduce": ALL_REDUCE, "all_to_all": ALL_TO_ALL, "reduce_scatter": REDUCE_SCATTER, "ppermute": PPERMUTE, "slice": LOCAL_SLICE}
@@ -61,7 +61,9 @@ class _Info:
     ctx: Context
 
     def size(self, factor: str) -> int:
-        return self.rule.sizes[factor] // self.parts(factor)
+        size = local_size(self.rule.sizes[factor], self.axes(factor), self.ctx.sizes)
+        assert size is not None, f"{factor} does not divide over {self.axes(factor)}"
+        return size
 
     def axes(self, factor: str) -> tuple[str, ...]:
         return self.factor_axes.get(factor, ())
@@ -180,6 +182,8 @@ class Partitioner:
             handler = handlers.get(type(node.op))
             if handler is not None:
                 handler(self, node)
+            elif hasattr(node.op, "partition"):
+                node.op.partition(self, node)
             elif node.op is shard_p:
                 self._shard(node)
             elif node.op is MIRROR:
@@ -200,7 +204,7 @@ class Partitioner:
 
     def _divides(self, t: TensorType, target: Placement, node: Node) -> None:
         for d, (n, axes) in enumerate(zip(t.shape, target.dims, strict=True)):
-            if n % count(axes, self.ctx.sizes):
+            if local_size(n, axes, self.ctx.sizes) is None:
                 sizes = ", ".join(f"{a}={self.ctx.sizes[a]}" for a in axes)
                 raise ShardingError(
                     f"shard at {node.source}: dimension {d} of {t} is to be split over {axes} ({sizes}: {count(axes, self.ctx.sizes)} parts), which does "
@@ -227,7 +231,7 @@ class Partitioner:
         return Placement(tuple(dims), c.pending - used)
 
     def _divisible(self, t: TensorType, d: int, axes: tuple[str, ...]) -> bool:
-        return t.shape[d] % count(axes, self.ctx.sizes) == 0
+        return local_size(t.shape[d], axes, self.ctx.sizes) is not None
 
     def _ruled(self, node: Node) -> None:
         node = standalone(node)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from fmeg.program.errors import ShardingError
 from fmeg.program.rule import Dims, Rule
-from fmeg.sharding.value import DimAxes, Placed, Placement, count
+from fmeg.sharding.value import DimAxes, Placed, Placement, count, local_size
 
 OWED = frozenset({"shard", "parameter", "weights stay", "mirror", "rule", "border", "scalar", "sum", "gradient", "output", "shard_map"})
 CONFLICT = "conflict"
@@ -46,7 +46,7 @@ def split_dims(dims: Dims, axes: DimAxes, sizes: Mapping[str, int], mesh: Mappin
         todo = list(dim_axes)
         for f in factors:
             mine: tuple[str, ...] = ()
-            while todo and sizes[f] % count((*mine, todo[0]), mesh) == 0:
+            while todo and local_size(sizes[f], (*mine, todo[0]), mesh) is not None:
                 mine = (*mine, todo.pop(0))
             if mine:
                 out[f] = mine
@@ -101,7 +101,7 @@ class Solver:
         for src, dst in moves.items():
             axes = self.axes.pop(src, ())
             grown = self.axes.get(dst, ()) + axes
-            if self.rule.sizes[dst] % count(grown, self.mesh):
+            if local_size(self.rule.sizes[dst], grown, self.mesh) is None:
                 raise ShardingError(
                     f"the exchange of {axes} from the sequence to the heads needs the {self.rule.sizes[dst]} heads (or kv heads) to divide by "
                     f"{count(grown, self.mesh)}, the size of {grown}. Use attention='ring' or 'all_gather', or smaller axes"
@@ -136,7 +136,7 @@ class Solver:
             return
         for a in want[len(have) :]:
             grown = (*self.axes.get(f, ()), a)
-            if not self._free(a, f) or self.rule.sizes[f] % count(grown, self.mesh):
+            if not self._free(a, f) or local_size(self.rule.sizes[f], grown, self.mesh) is None:
                 return
             self.axes[f] = grown
             self.owner.setdefault(a, (f, who))

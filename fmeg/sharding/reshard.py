@@ -69,8 +69,8 @@ def _plan(src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int,
         if cost > best[here]:
             continue
         nbytes = itemsize
-        for n in here.local_shape(shape, sizes):
-            nbytes *= n
+        for n, axes in zip(shape, here.dims, strict=True):
+            nbytes *= -(-n // count(axes, sizes))
         for price, move in _moves(here, dst, shape, nbytes, sizes):
             total = cost + price
             if total < best.get(move.to, float("inf")):

@@ -39,10 +39,10 @@ class Placement:
     def local_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
         out = []
         for n, axes in zip(shape, self.dims, strict=True):
-            parts = count(axes, sizes)
-            if n % parts:
-                raise ShardingError(f"a dimension of size {n} does not divide by {parts}, the size of {axes}")
-            out.append(n // parts)
+            local = local_size(n, axes, sizes)
+            if local is None:
+                raise ShardingError(f"a dimension of size {n} does not divide by {count(axes, sizes)}, the size of {axes}")
+            out.append(local)
         return tuple(out)
 
     def local_type(self, t: TensorType, sizes: Mapping[str, int]) -> TensorType:
@@ -61,6 +61,29 @@ def count(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     for a in axes:
         n *= sizes[a]
     return n
+
+
+class Sizes(dict[str, int]):
+    """Sizes of mesh axes; `stored` = (axis, layers, rows) where a pipeline stores `layers` unevenly, as `rows` on each rank."""
+
+    def __init__(self, sizes: Mapping[str, int], stored: tuple[str, int, int] | None = None) -> None:
+        super().__init__(sizes)
+        self.stored = stored
+
+
+def local_size(n: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> int | None:
+    """Size of one part of a dimension; None if it does not divide.
+
+    >>> local_size(8, ("dp",), {"dp": 2}), local_size(7, ("dp",), {"dp": 2})
+    (4, None)
+    >>> local_size(7, ("pp",), Sizes({"pp": 2}, ("pp", 7, 4)))
+    4
+    """
+    stored = getattr(sizes, "stored", None)
+    if stored is not None and axes == (stored[0],) and n == stored[1]:
+        return int(stored[2])
+    parts = count(axes, sizes)
+    return None if n % parts else n // parts
 
 
 @dataclass(eq=False)

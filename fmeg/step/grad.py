@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fmeg import tree
+from fmeg.pipeline.op import Pipeline
+from fmeg.pipeline.schedule import Schedule
 from fmeg.program import recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.gradient import active_values, differentiate
@@ -50,7 +52,7 @@ def _parse(out: Any, name: str) -> _Result:
     return _Result([s for s, _ in pairs], [c for _, c in pairs], aux)
 
 
-def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., Any]:
+def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, schedule: str | Schedule | None = None, stages: str | Sequence[int] = "even") -> Callable[..., Any]:
     """Loss and gradient of `loss_fn(params, batch, *rest)` by `params`.
 
         loss = Σ_j sum_j / Σ_j count_j,        grads = d loss / d params
@@ -58,6 +60,10 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., A
     over microbatches j of the *global* batch: every tensor of `batch` with a dimension is cut along its first one, rows
     j·B/M … (j+1)·B/M; `rest` is passed whole. Returns a function `(params, batch, *rest) -> ((loss, aux), grads)`, with
     `aux["count"]` and the sums of the loss function's own aux.
+
+    `schedule` (a name such as "1f1b", see `fmeg.pipeline`, or a Schedule) says how the microbatches run where the layout puts
+    `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by FLOPs, the head counted),
+    numbers such as (3, 3, 2), or a drawing such as "Et*3|t*3|ttL".
 
     Eager, it is `torch.autograd.grad` over detached leaves; traced (under `fmeg.jit`), a node that is differentiated
     first and partitioned after. Under an outer `torch.func` transform it stays differentiable.
@@ -75,7 +81,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., A
     def run(params: Any, batch: Any, *rest: Any) -> Any:
         rec = recorder.active()
         if rec is not None and torch._C._functorch.peek_interpreter_stack() is None:
-            return _traced(rec, loss_fn, microbatches, params, batch, rest)
+            return _traced(rec, loss_fn, microbatches, params, batch, rest, schedule, stages)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return _transformed(loss_fn, microbatches, params, batch, rest)
         return _eager(loss_fn, microbatches, params, batch, rest, counters)
@@ -215,7 +221,7 @@ def _count_program(program: Program, n_params: int, name: str, n: int | None = N
     return Program(program.inputs, ancestors(program, list(counts)), tuple(counts), program.names, f"{name}.count")
 
 
-def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple) -> Any:
+def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, schedule: str | Schedule | None, stages: str | Sequence[int]) -> Any:
     name = _name(loss_fn)
     _rows(batch, steps, name)
     p_leaves, p_tree = tree.flatten(params)
@@ -241,7 +247,12 @@ def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any,
     uses: list[int] = []
     joint = differentiate(sums_only, wrt, list(range(n)), uses=uses)
     n_aux = len(sums_only.outputs) - n
-    op = Accumulate(joint, steps, (*batched, *(False for _ in inverse)), True)
+    everywhere = (*batched, *(False for _ in inverse))
+    if schedule is None:
+        op = Accumulate(joint, steps, everywhere, True)
+    else:
+        owners = {n + n_aux + i: wrt[k] for i, k in enumerate(uses)}
+        op = Pipeline(joint, steps, everywhere, True, schedule=schedule, stages=stages, owners=owners)
     outs = _emit(rec, op, [*args, *map(rec.value, inverse)], [v.type for v in joint.outputs])
     loss = tree.sum([s * i for s, i in zip(outs[:n], inverse, strict=True)])
     aux = tree.unflatten(info["aux_tree"], outs[n : n + n_aux])

@@ -13,6 +13,7 @@ from fmeg import tree
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
 from fmeg.program.cost import Cost, cost
+from fmeg.pipeline.op import Pipeline, Storage
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, SplitRows
@@ -22,7 +23,7 @@ from fmeg.sharding.coalesce import coalesce_where
 from fmeg.sharding.execute import Executable
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.spec import Layout, resolve
-from fmeg.sharding.value import Placed, Placement, count
+from fmeg.sharding.value import Placed, Placement, Sizes, count, local_size
 from fmeg.step.state import Axes, TrainState
 
 BATCH_AXES = ("batch", "seq")
@@ -50,7 +51,12 @@ class Lowered:
     inputs: list[Placement]
     outputs: list[Placement | None]
     blocks: list[int]
+    stages: Storage | None = None  # how a pipeline stores its layers
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def order_of(self, p: Placement) -> tuple[int, ...] | None:
+        """In which order a leaf stores its first dimension; None: as it is."""
+        return self.stages.order if self.stages is not None and p.dims and p.dims[0] == (self.stages.axis,) else None
 
     def compile(self) -> Compiled:
         """Ready to run on the mesh's backend."""
@@ -88,7 +94,7 @@ class Compiled:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         low = self.lowered
-        values = [_place(x, p, low.mesh, b) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)]
+        values = [_place(x, p, low.mesh, b, low.order_of(p)) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)]
         with torch.no_grad():
             outs = self.executable(values)
         results = []
@@ -96,18 +102,14 @@ class Compiled:
             if placement is None:
                 results.append(got)
             else:
-                results.append(Array(got, v.type.shape, v.type.dtype, _entries(placement), low.mesh))
+                results.append(Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, low.order_of(placement)))
         return tree.unflatten(low.traced.out_tree, results)
 
 
-def _entries(p: Placement) -> tuple[tuple[str, ...], ...]:
-    return p.dims
-
-
-def _place(x: Any, p: Placement, mesh: Mesh, blocks: int) -> Any:
+def _place(x: Any, p: Placement, mesh: Mesh, blocks: int, order: tuple[int, ...] | None) -> Any:
     """A leaf as a backend value in its placement."""
     if isinstance(x, Array):
-        if x.mesh == mesh and x.spec == p.dims and blocks == 1:
+        if x.mesh == mesh and x.spec == p.dims and blocks == 1 and x.order == order:
             return x.value
         x = x.global_value()
     if not isinstance(x, torch.Tensor):
@@ -115,6 +117,9 @@ def _place(x: Any, p: Placement, mesh: Mesh, blocks: int) -> Any:
     dims = p.dims
     if blocks > 1:
         x, dims = x.unflatten(0, (blocks, -1)), ((), *dims)
+    if order is not None:
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])]) if -1 in order else x  # row -1 is the padding
+        x = padded[torch.tensor(order, device=x.device)]
     return mesh.backend().scatter(x.detach(), dims)
 
 
@@ -226,11 +231,16 @@ def state_leaves(state: TrainState, prefix: str) -> list[Leaf]:
 
 
 def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: str) -> Placement:
-    """Placement of a leaf in a view. ShardingError in the style of JAX if a dimension does not divide."""
+    """Placement of a leaf in a view. ShardingError in the style of JAX if a dimension does not divide.
+
+    Stacked layers that do not divide are whole in a function without a pipeline: which rank has which is for a schedule to say.
+    """
     dims = resolve(leaf.axes, layout.view(view), sizes, f"{fn}: {leaf.path}")
+    if leaf.axes and leaf.axes[0] == "layers" and local_size(leaf.type.shape[0], dims[0], sizes) is None:
+        dims = ((), *dims[1:])
     for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
         parts = count(axes, sizes)
-        if n % parts:
+        if local_size(n, axes, sizes) is None:
             over = ", ".join(f"{a!r} (size {sizes[a]})" for a in axes)
             raise ShardingError(
                 f"jit({fn}): {leaf.path} of type {leaf.type} has logical axes {leaf.axes}; the {view} view puts axis {leaf.axes[d]!r} (dimension {d}, of size {n}) on "
@@ -255,6 +265,9 @@ def partition(
     """Partition a traced function whose inputs and outputs have the given axes."""
     layout.check(mesh.axes, declared)
     sizes = {a: n for a, n in mesh.sizes.items() if n > 1}
+    stages = _stages(traced.program, layout, sizes)
+    if stages is not None:
+        sizes = Sizes(sizes, stages.stored)
     ctx = Context(sizes, layout.view("compute"), layout.options(), strict, dict(mesh.sizes))
     part = Partitioner(ctx, name)
     program = traced.program
@@ -290,7 +303,7 @@ def partition(
         out_placements.append(target)
     local_program = part.finish(inputs, outs, program.names)
     local_program = coalesce_where(local_program, _joinable)
-    return Lowered(name, mesh, layout, traced, local_program, placements, out_placements, blocks)
+    return Lowered(name, mesh, layout, traced, local_program, placements, out_placements, blocks, stages)
 
 
 _JOINED = {"all_reduce": ("gradient", "scalar", "output"), "reduce_scatter": ("gradient",), "all_gather": ("output",)}
@@ -299,6 +312,14 @@ _JOINED = {"all_reduce": ("gradient", "scalar", "output"), "reduce_scatter": ("g
 def _joinable(node: Node) -> bool:
     """Collectives of the step itself that may share one call: gradients, scalars, parameters on their way out."""
     return isinstance(node.op, Collective) and len(node.outs) == 1 and node.tags.get("reason") in _JOINED.get(node.op.name, ())
+
+
+def _stages(program: Program, layout: Layout, sizes: Mapping[str, int]) -> Storage | None:
+    """How a pipelined step stores its layers; None where that is in their own order."""
+    found = {n.op.storage(layout.view("compute"), sizes) for n in program.nodes if isinstance(n.op, Pipeline)} - {None}
+    if len(found) > 1:
+        raise ShardingError("jit: two pipelines in one function store the layers in different orders; give both the same schedule and stages")
+    return next(iter(found), None)
 
 
 def _blocks(program: Program) -> list[int]:

@@ -1,0 +1,253 @@
+"""The pipeline as an operation: accumulation over microbatches whose layers live on the ranks of a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from fmeg.pipeline.cut import Cutter, Stage
+from fmeg.pipeline.errors import ScheduleError
+from fmeg.pipeline.runtime import Pieces, Worker, run_real, run_virtual
+from fmeg.pipeline.schedule import Schedule
+from fmeg.pipeline.stages import Plan, plan
+from fmeg.pipeline.transport import VirtualRanks, ranks_of
+from fmeg.pipeline.weights import halve_stage
+from fmeg.program.cost import flops, node_flops
+from fmeg.program.ir import Node, Program
+from fmeg.program.structured import Accumulate, Loop, Scan, ScanForward
+from fmeg.sharding.execute import Executable
+from fmeg.sharding.partition import Context, Partitioner
+from fmeg.sharding.residuals import rematerialise
+from fmeg.sharding.structured import accumulate
+from fmeg.sharding.value import Placed, Placement
+
+TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How layers are stored along a mesh axis: `order` as in `Plan`; `stored` = (axis, layers, rows a rank) where uneven."""
+
+    axis: str
+    order: tuple[int, ...]
+    stored: tuple[str, int, int] | None
+
+
+@dataclass(eq=False)
+class Pipeline(Accumulate):
+    """`Accumulate`, run by a schedule where the layout puts `layers` on a mesh axis; the same sums.
+
+    schedule  a name for `fmeg.pipeline.by_name`, or a Schedule
+    stages    which layers each stage has (see `fmeg.pipeline.stages.plan`)
+    owners    the input of each output that is a gradient
+    """
+
+    schedule: str | Schedule = "1f1b"
+    stages: str | Sequence[int] = "even"
+    owners: dict[int, int] = field(default_factory=dict)
+
+    def partition(self, part: Partitioner, node: Node) -> None:
+        axis = self.axis(part.ctx.table, part.ctx.sizes)
+        if axis is None:
+            return accumulate(part, node)
+        _Partition(part, node, self, axis).run()
+        return None
+
+    def axis(self, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> str | None:
+        """The mesh axis that the layout puts `layers` on, if it is larger than 1."""
+        axes = tuple(a for a in table.get("layers", ()) if a in sizes)
+        if len(axes) > 1:
+            raise ScheduleError(f"Layout: layers={axes!r} names several mesh axes; a pipeline runs along one")
+        return axes[0] if axes else None
+
+    def storage(self, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Storage | None:
+        """How the stages' layers are stored; None where in their own order, the same number on each rank."""
+        axis = self.axis(table, sizes)
+        if axis is None:
+            return None
+        p, layers = self.plan(sizes[axis]), self.scan().length
+        if p.order == tuple(range(layers)):
+            return None
+        return Storage(axis, p.order, (axis, layers, p.rows) if len(p.order) != layers else None)
+
+    def scan(self) -> Scan:
+        """The scan over the layers."""
+        scans = [n.op.pair.scan for n in self.body.nodes if isinstance(n.op, ScanForward)]
+        if len(scans) != 1:
+            raise ScheduleError(
+                f"pipeline: the loss function must have one scan over the layers that is differentiated, found {len(scans)}; write the model's layers as one fmeg.scan"
+            )
+        return scans[0]
+
+    def plan(self, ranks: int) -> Plan:
+        """The schedule for that many ranks, and its stages' layers."""
+        from fmeg.pipeline.names import by_name
+
+        schedule = by_name(self.schedule, ranks=ranks, microbatches=self.steps) if isinstance(self.schedule, str) else self.schedule
+        if schedule.ranks != ranks or schedule.microbatches != self.steps:
+            raise ScheduleError(
+                f"pipeline: the schedule {schedule.name!r} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, but the mesh has {ranks} and value_and_grad "
+                f"has microbatches={self.steps}"
+            )
+        return plan(schedule, self.scan().length, self.stages, self._costs() if self.stages == "cost" else None)
+
+    def _costs(self) -> tuple[float, float, float]:
+        """Forward FLOPs of what is before the layers, of one layer, of what is after."""
+        forward = [n for n in self.body.nodes if n.phase == "F"]
+        at = next(i for i, n in enumerate(forward) if isinstance(n.op, ScanForward))
+        before, after = (float(sum(node_flops(n) for n in part)) for part in (forward[:at], forward[at + 1 :]))
+        return before, float(flops(self.scan().body)), after
+
+
+@dataclass(eq=False)
+class LocalPipeline:
+    """A pipelined accumulation in a local Program. `body` is one microbatch on a rank of the other axes, all layers."""
+
+    body: Program
+    plan: Plan
+    batched: tuple[bool, ...]
+    axis: str
+    params: tuple[int, ...]
+    staged: tuple[int, ...]
+    n_sums: int
+    stacked: frozenset[int]  # outputs that are gradients of staged parameters
+    name: str = "pipeline"
+
+    def loop(self) -> Loop:
+        return Loop(self.body, self.plan.schedule.microbatches, "microbatch", summed=len(self.body.outputs))
+
+    def build(self, backend: Any) -> Callable[[Sequence[Any]], list[Any]]:
+        """Ready to run: pieces compiled for the ranks of this process."""
+        return _Runner(self, backend)
+
+
+class _Partition:
+    """Partitions the body on the other axes, and places what the stages give."""
+
+    def __init__(self, part: Partitioner, node: Node, op: Pipeline, axis: str) -> None:
+        self.part, self.node, self.op, self.axis = part, node, op, axis
+        ctx = part.ctx
+        sizes = {a: n for a, n in ctx.sizes.items() if a != axis}
+        inner = {a: n for a, n in ctx.all_sizes.items() if a != axis}
+        self.child = Partitioner(Context(sizes, ctx.table, ctx.options, ctx.strict, inner), op.body.name)
+
+    def run(self) -> None:
+        part, op, child = self.part, self.op, self.child
+        operands = [part.placed(v) for v in self.node.operands()]
+        inputs, args, staged, params = [], [], [], []
+        for i, (v, p, batched) in enumerate(zip(op.body.inputs, operands, op.batched, strict=True)):
+            own = p.in_use is not None
+            if own:
+                params.append(i)
+            if own and p.home.dims and p.home.dims[0] == (self.axis,):
+                staged.append(i)
+                home = p.home.whole()
+                inner = Placed(v.type, self._without(home), {}, self._in_use(p), self._in_use(p), None, True)
+            else:
+                dims = p.home.dims[1:] if batched else p.home.dims
+                home = Placement(((), *dims)) if batched else Placement(tuple(tuple(a for a in d if a != self.axis) for d in dims))
+                inner = Placed(v.type, Placement(home.dims[1:]) if batched else home, {}, p.in_use, p.in_use, None, own)
+            args.append(part.get(p, home, "border"))
+            inputs.append(child.input(v, inner))
+        child.run(op.body.nodes)
+        child.phase = "B"
+        homes = [child.placed(o).home for o in op.body.outputs]
+        outs = [child.get(child.placed(o), h, "border") for o, h in zip(op.body.outputs, homes, strict=True)]
+        body = rematerialise(child.finish(inputs, outs, op.body.names))
+        n_sums = len(op.body.outputs) - len(op.owners)
+        stacked = frozenset(i for i, owner in op.owners.items() if owner in staged)
+        if not staged:
+            raise ScheduleError(f'Layout: layers="{self.axis}" but no parameter has an axis `layers` in front; a pipeline needs stacked layers')
+        local = LocalPipeline(body, op.plan(part.ctx.sizes[self.axis]), op.batched, self.axis, tuple(params), tuple(staged), n_sums, stacked)
+        types = [(o.type, self._outer(i, h, stacked)) for i, (o, h) in enumerate(zip(self.node.outs, homes, strict=True))]
+        values = part.emit(local, tuple(args), {}, types)
+        for o, (_, placement), value in zip(self.node.outs, types, values, strict=True):
+            part.define(o, placement, value)
+
+    def _without(self, p: Placement) -> Placement:
+        return Placement(((), *p.dims[1:]), p.pending)
+
+    def _in_use(self, p: Placed) -> Placement | None:
+        return self._without(p.in_use) if p.in_use is not None else None
+
+    def _outer(self, i: int, home: Placement, stacked: frozenset[int]) -> Placement:
+        if i in stacked:
+            return Placement(((self.axis,), *home.dims[1:]), home.pending)
+        return Placement(home.dims, home.pending | {self.axis})
+
+
+class _Runner:
+    """Builds the stages of this process's ranks once, and runs them every step."""
+
+    def __init__(self, op: LocalPipeline, backend: Any) -> None:
+        self.op, self.ranks = op, ranks_of(backend, op.axis)
+        cutter = Cutter(op.body, op.params, op.staged, op.n_sums)
+        schedule, spans = op.plan.schedule, op.plan.spans
+        mine = {s for r in self.ranks.mine for s in schedule.stages_of(r)}
+        last = schedule.stages - 1
+        self.stages = {s: cutter.stage(spans[s], s == 0, s == last) for s in sorted(mine)}
+        self.bodies: dict[int, Executable] = {}
+        self.pieces = {s: self._pieces(st, s) for s, st in self.stages.items()}
+        self.carries = [v.type for v in cutter.scan.args[: cutter.op.n_carry]]
+
+    def _pieces(self, stage: Stage, s: int) -> Pieces:
+        inner, bodies = self.ranks.inner, self.bodies
+        forward = Executable(stage.forward, inner, bodies)
+        kinds = {a.kind for line in self.op.plan.schedule.actions for a in line if a.stage == s}
+        whole = Executable(stage.backward, inner, bodies) if "B" in kinds else None
+        if "I" not in kinds:
+            return Pieces(forward, whole)
+        halves = halve_stage(stage.backward, 0 if stage.first else stage.n_carry)
+        return Pieces(forward, whole, Executable(halves.first, inner, bodies), Executable(halves.second, inner, bodies), halves)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        op, schedule = self.op, self.op.plan.schedule
+        workers = [self._worker(args, r) for r in self.ranks.mine]
+        if isinstance(self.ranks, VirtualRanks):
+            run_virtual(schedule, workers, self.ranks)
+        else:
+            carries = [torch.empty(t.shape, dtype=t.dtype, device=self.ranks.inner.device) for t in self.carries]
+            run_real(schedule, workers[0], self.ranks, carries, TIMEOUT)
+        return [self.ranks.join([self._result(w, r, i) for w, r in zip(workers, self.ranks.mine, strict=True)]) for i in range(len(op.body.outputs))]
+
+    def _worker(self, args: Sequence[Any], rank: int) -> Worker:
+        op, b = self.op, self.ranks.inner
+        owned = op.plan.schedule.stages_of(rank)
+        mine = [self.ranks.take(a, rank) for a in args]
+        per_batch = [list(b.call(torch.unbind, (a,))) if batched else None for a, batched in zip(mine, op.batched, strict=True)]
+        inputs: dict[int, list[list[Any]]] = {}
+        at = 0
+        for s in owned:
+            lo, hi = self.stages[s].layers
+            rows = list(mine)
+            for i in op.staged:
+                rows[i] = mine[i] if hi - lo == op.plan.rows else b.call(torch.narrow, (mine[i], 0, at, hi - lo))
+            at += hi - lo
+            inputs[s] = [[rows[i] if c is None else c[j] for i, c in enumerate(per_batch)] for j in range(op.plan.schedule.microbatches)]
+        return Worker({s: self.stages[s] for s in owned}, b, inputs, {s: self.pieces[s] for s in owned})
+
+    def _result(self, worker: Worker, rank: int, i: int) -> Any:
+        b, op = self.ranks.inner, self.op
+        if i < op.n_sums:
+            return worker.sums[i].result() if i in worker.sums else self._zeros(i)
+        owned = op.plan.schedule.stages_of(rank)
+        if i in op.stacked:
+            parts = [worker.gradients[i, s].result() for s in owned if (i, s) in worker.gradients]
+            missing = op.plan.rows - sum(hi - lo for lo, hi in (op.plan.spans[s] for s in owned))
+            if missing:
+                t = op.body.outputs[i].type
+                parts.append(torch.zeros((missing, *t.shape[1:]), dtype=t.dtype, device=b.device))
+            return parts[0] if len(parts) == 1 else b.call(torch.cat, (parts,))
+        parts = [worker.gradients[i, s].result() for s in reversed(owned) if (i, s) in worker.gradients]
+        total = parts[0] if parts else self._zeros(i)
+        for p in parts[1:]:
+            total = b.call(torch.add, (total, p))
+        return total
+
+    def _zeros(self, i: int) -> torch.Tensor:
+        t = self.op.body.outputs[i].type
+        return torch.zeros(t.shape, dtype=t.dtype, device=self.ranks.inner.device)

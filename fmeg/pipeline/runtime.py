@@ -1,0 +1,202 @@
+"""Running a schedule: workers that know no transport, and two ways to drive them.
+
+In one process a ready list runs, again and again, every rank's next action whose message has come: a schedule that deadlocks
+ends with a report of who waits for what. Across processes each runs its own list; messages are posted where the list says,
+waited for by their consumer, sends at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fmeg.pipeline.cut import Stage
+from fmeg.pipeline.errors import ScheduleError
+from fmeg.pipeline.schedule import Action, Schedule
+from fmeg.pipeline.transport import RealRanks, VirtualRanks
+from fmeg.pipeline.weights import Halves, used_inputs
+from fmeg.sharding.buffers import Sum
+from fmeg.sharding.execute import Executable
+
+Key = tuple[str, int, int]  # ("F" or "B", the stage it arrives at, microbatch)
+
+
+@dataclass(eq=False)
+class Pieces:
+    """A stage's pieces, compiled: F, and B whole or as I and W."""
+
+    forward: Executable
+    backward: Executable | None = None
+    inputs: Executable | None = None
+    weights: Executable | None = None
+    halves: Halves | None = None
+
+
+@dataclass
+class Worker:
+    """One pipeline rank: its stages' pieces, what they keep, what they add up."""
+
+    stages: dict[int, Stage]
+    backend: Any
+    inputs: dict[int, list[list[Any]]]  # stage -> inputs of the body, by microbatch
+    pieces: dict[int, Pieces]
+    kept: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    late: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    sums: dict[int, Sum] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Sum] = field(default_factory=dict)  # (output, stage)
+    peak: int = 0
+
+    def forward(self, s: int, j: int, carries: Sequence[Any]) -> list[Any]:
+        """F: the carries that leave."""
+        stage = self.stages[s]
+        got = self.pieces[s].forward.run([*self.inputs[s][j], *carries])
+        n = 0 if stage.last else stage.n_carry
+        for out, value in zip(stage.sums, got[n : n + len(stage.sums)], strict=True):
+            self.sums.setdefault(out, Sum(self.backend)).add(value)
+        self.kept[s, j] = got[n + len(stage.sums) :]
+        self.peak = max(self.peak, len(self.kept) + len(self.late))
+        return got[:n]
+
+    def backward(self, s: int, j: int, cts: Sequence[Any]) -> list[Any]:
+        """B: the cotangents that leave."""
+        stage = self.stages[s]
+        piece = self.pieces[s].backward
+        assert piece is not None
+        got = piece.run([*self.inputs[s][j], *self.kept.pop((s, j)), *cts])
+        n = len(got) - len(stage.gradients)
+        self._add(s, range(n, len(got)), got[n:])
+        return got[:n]
+
+    def input_gradient(self, s: int, j: int, cts: Sequence[Any]) -> list[Any]:
+        """I: the cotangents that leave; what W needs is kept."""
+        p = self.pieces[s]
+        assert p.inputs is not None and p.halves is not None
+        given = [*self.inputs[s][j], *self.kept.pop((s, j)), *cts]
+        n_in = len(given)
+        held = {k: given[k] for k in used_inputs(p.halves.second, n_in)}
+        got = p.inputs.run(given)
+        early = p.halves.early
+        n = self._n_cts(s)
+        self._add(s, early[n:], got[n : len(early)])
+        self.late[s, j] = [*(held.get(k) for k in range(n_in)), *got[len(early) :]]
+        return got[:n]
+
+    def weight_gradient(self, s: int, j: int) -> None:
+        """W: the gradients that were left."""
+        p = self.pieces[s]
+        assert p.weights is not None and p.halves is not None
+        self._add(s, p.halves.late, p.weights.run(self.late.pop((s, j))))
+
+    def _n_cts(self, s: int) -> int:
+        return 0 if self.stages[s].first else self.stages[s].n_carry
+
+    def _add(self, s: int, outputs: Sequence[int], values: Sequence[Any]) -> None:
+        """Add gradients; `outputs` are indices among the results of the backward piece."""
+        gradients, n = self.stages[s].gradients, self._n_cts(s)
+        for k, value in zip(outputs, values, strict=True):
+            if value is None:  # of a stage without layers
+                continue
+            self.gradients.setdefault((gradients[k - n], s), Sum(self.backend)).add(value)
+
+
+def _wants(a: Action, stages: int) -> Key | None:
+    """The message that an action consumes."""
+    if a.kind == "F":
+        return ("F", a.stage, a.microbatch) if a.stage else None
+    if a.kind == "W":
+        return None
+    return ("B", a.stage, a.microbatch) if a.stage < stages - 1 else None
+
+
+def _gives(a: Action, stages: int) -> Key | None:
+    """The message that an action makes."""
+    if a.kind == "F":
+        return ("F", a.stage + 1, a.microbatch) if a.stage < stages - 1 else None
+    if a.kind == "W":
+        return None
+    return ("B", a.stage - 1, a.microbatch) if a.stage else None
+
+
+def _act(worker: Worker, a: Action, message: Sequence[Any]) -> list[Any]:
+    if a.kind == "F":
+        return worker.forward(a.stage, a.microbatch, message)
+    if a.kind == "B":
+        return worker.backward(a.stage, a.microbatch, message)
+    if a.kind == "I":
+        return worker.input_gradient(a.stage, a.microbatch, message)
+    if a.kind == "W":
+        worker.weight_gradient(a.stage, a.microbatch)
+        return []
+    raise ScheduleError(f"pipeline: the runtime has no action {a.kind} ({a})")
+
+
+def run_virtual(schedule: Schedule, workers: Sequence[Worker], ranks: VirtualRanks) -> None:
+    """All ranks in this process, by a ready list."""
+    lists = schedule.compute().actions
+    at = [0] * len(lists)
+    mail: dict[Key, list[Any]] = {}
+    while any(i < len(line) for i, line in zip(at, lists, strict=True)):
+        progress = False
+        for r, line in enumerate(lists):
+            while at[r] < len(line):
+                a = line[at[r]]
+                want = _wants(a, schedule.stages)
+                if want is not None and want not in mail:
+                    break
+                out = _act(workers[r], a, mail.pop(want) if want is not None else [])
+                give = _gives(a, schedule.stages)
+                if give is not None:
+                    mail[give] = out
+                at[r] += 1
+                progress = True
+        if not progress:
+            waits = [f"rank {r} at {line[i]} ({i + 1}/{len(line)}) waits for {_wants(line[i], schedule.stages)}" for r, (i, line) in enumerate(zip(at, lists, strict=True)) if i < len(line)]
+            raise ScheduleError("pipeline: deadlock. " + "; ".join(waits))
+
+
+def run_real(schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequence[torch.Tensor], timeout: timedelta) -> None:
+    """This process's rank. `carries`: empty tensors like what travels between stages."""
+    me = ranks.mine[0]
+    lists = schedule.compute().with_messages().actions
+    arrived: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
+    local: dict[Key, list[Any]] = {}
+    sent: list[tuple[Any, torch.Tensor]] = []
+    for i, a in enumerate(lists[me]):
+        try:
+            if a.kind in ("RECV_F", "RECV_B"):
+                source = schedule.rank_of[a.stage - 1 if a.kind == "RECV_F" else a.stage + 1]
+                buffers = [torch.empty_like(c) for c in carries]
+                works = [dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)]
+                arrived[a.kind[-1], a.stage, a.microbatch] = (works, buffers)
+            elif a.kind in ("SEND_F", "SEND_B"):
+                to = a.stage + 1 if a.kind == "SEND_F" else a.stage - 1
+                for k, value in enumerate(local.pop((a.kind[-1], to, a.microbatch))):
+                    tensor = value.contiguous()
+                    work = dist.isend(tensor, ranks.peer(schedule.rank_of[to]), tag=_tag(a._replace(kind=f"RECV_{a.kind[-1]}", stage=to), k, schedule))
+                    sent.append((work, tensor))
+            else:
+                want, message = _wants(a, schedule.stages), []
+                if want is not None and want in local:
+                    message = local.pop(want)
+                elif want is not None:
+                    works, message = arrived.pop(want)
+                    for w in works:
+                        w.wait(timeout)
+                give = _gives(a, schedule.stages)
+                out = _act(worker, a, message)
+                if give is not None:
+                    local[give] = out
+        except RuntimeError as e:
+            raise ScheduleError(f"pipeline: rank {me} at {a} ({i + 1}/{len(lists[me])}) failed or waited longer than {timeout}: {e}") from e
+    for work, _ in sent:
+        work.wait(timeout)
+
+
+def _tag(receive: Action, k: int, schedule: Schedule) -> int:
+    """A tag for the k-th tensor of a message, the same on both sides."""
+    return ((receive.microbatch * schedule.stages + receive.stage) * 2 + (receive.kind == "RECV_B")) * 8 + k
