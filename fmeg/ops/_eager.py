@@ -75,6 +75,7 @@ class _Function(torch.autograd.Function):
 
 def _again(op: Eager, args: tuple, kwargs: dict, cts: tuple, needed: tuple[bool, ...]) -> list[Tensor | None]:
     """Cotangents that are differentiable themselves: of the tensors in `args`, None where not needed."""
+    args = tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in args)  # one argument may depend on another
     result = op.plain(*args, **kwargs)
     pairs = [
         (o, c) for o, c in zip(result if isinstance(result, tuple) else (result,), cts, strict=True) if c is not None

@@ -23,7 +23,12 @@ from fmeg.program.trace import argument_paths, record_flat
 LossFn = Callable[..., Any]
 CONTRACT = (
     "a loss function must return (sum of losses, count), or ((sum, count), aux), or a list of (sum, count) pairs, or (list of pairs, aux), where sums and counts are "
-    "0-d tensors (a count may be a number) and aux is a dict of 0-d sums; division happens once, over the whole batch"
+    "0-d tensors (a count may be a number) and aux is a dict of tensors or numbers, which are summed; division happens once, over the whole batch"
+)
+
+DEPENDS = (
+    "the count depends on the parameters; it must be a property of the batch (a number of tokens), since it is needed before the first "
+    "backward pass: use detach(), or return one sum with the count 1"
 )
 
 
@@ -49,7 +54,21 @@ def _parse(out: Any, name: str) -> _Result:
             raise TraceError(f"{name}: {CONTRACT}; the sum is {TensorType.of(s)}")
         if isinstance(c, torch.Tensor) and c.ndim:
             raise TraceError(f"{name}: {CONTRACT}; the count is {TensorType.of(c)}")
-    return _Result([s for s, _ in pairs], [c for _, c in pairs], aux)
+        if not isinstance(c, (torch.Tensor, int, float)):
+            raise TraceError(f"{name}: {CONTRACT}; the count is {c!r}")
+    like = pairs[0][0]
+
+    def tensor(path: str, x: Any) -> torch.Tensor:
+        if not isinstance(x, (torch.Tensor, int, float)):
+            raise TraceError(f"{name}: {CONTRACT}; aux[{path!r}] is {x!r}")
+        return x if isinstance(x, torch.Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+
+    return _Result([s for s, _ in pairs], [c for _, c in pairs], tree.map_with_path(tensor, aux))
+
+
+def _inverse(count: torch.Tensor) -> torch.Tensor:
+    """1/count; 1 where there is nothing to count: the sum over nothing is 0, and so is the loss."""
+    return torch.reciprocal(torch.where(count == 0, torch.ones_like(count), count))
 
 
 def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, schedule: str | Schedule | None = None, stages: str | Sequence[int] = "even") -> Callable[..., Any]:
@@ -57,9 +76,10 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, schedule: str | Sc
 
         loss = Σ_j sum_j / Σ_j count_j,        grads = d loss / d params
 
-    over microbatches j of the *global* batch: every tensor of `batch` with a dimension is cut along its first one, rows
+    (summed over the pairs, if there are several) over microbatches j of the *global* batch: every tensor of `batch` with a dimension is cut along its first one, rows
     j·B/M … (j+1)·B/M; `rest` is passed whole. Returns a function `(params, batch, *rest) -> ((loss, aux), grads)`, with
-    `aux["count"]` and the sums of the loss function's own aux.
+    `aux["count"]` and the sums of the loss function's own aux. Leaves that are not float have the gradient None. A count of 0
+    (every token masked) gives loss 0 and gradients of zeros. A count may not depend on the parameters.
 
     `schedule` (a name such as "1f1b", see `fmeg.pipeline`, or a Schedule) says how the microbatches run where the layout puts
     `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by FLOPs, the head counted),
@@ -76,7 +96,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, schedule: str | Sc
     """
     if microbatches < 1:
         raise ShardingError(f"value_and_grad: microbatches must be at least 1, given {microbatches}")
-    counters: dict[Any, Program] = {}
+    counters: dict[Any, Program | None] = {}
 
     def run(params: Any, batch: Any, *rest: Any) -> Any:
         rec = recorder.active()
@@ -128,9 +148,12 @@ def _eager(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, co
         with torch.enable_grad():
             r = _parse(loss_fn(tree.unflatten(treedef, active), _part(batch, j, steps), *rest), _name(loss_fn))
         if not counts:
-            counts = known or [torch.as_tensor(c, dtype=s.dtype, device=s.device).detach() for s, c in zip(r.sums, r.counts, strict=True)]
-            inverse = [torch.reciprocal(c.to(s.dtype)) for s, c in zip(r.sums, counts, strict=True)]
-        got = torch.autograd.grad(r.sums, [active[i] for i in floats], inverse, allow_unused=True)
+            counts = known or _counts(r, _name(loss_fn))
+            inverse = [_inverse(c) for c in counts]
+        reached = [(s, c) for s, c in zip(r.sums, inverse, strict=True) if s.requires_grad]
+        got: Sequence[torch.Tensor | None] = [None] * len(floats)
+        if reached:
+            got = torch.autograd.grad([s for s, _ in reached], [active[i] for i in floats], [c for _, c in reached], allow_unused=True)
         grads = [g if s is None else s if g is None else s + g for s, g in zip(grads, got, strict=True)]
         now = [s.detach() for s in r.sums]
         sums = now if sums is None else [a + b for a, b in zip(sums, now, strict=True)]
@@ -144,40 +167,68 @@ def _eager(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, co
     return (loss, {"count": counts[0], **(aux or {})}), tree.unflatten(treedef, full)
 
 
+def _counts(r: _Result, name: str) -> list[torch.Tensor]:
+    """The counts of one result, in the dtypes of their sums."""
+    if any(isinstance(c, torch.Tensor) and c.requires_grad for c in r.counts):
+        raise TraceError(f"{name}: {DEPENDS}")
+    return [torch.as_tensor(c, dtype=s.dtype, device=s.device).detach() for s, c in zip(r.sums, r.counts, strict=True)]
+
+
 def _count_first(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, counters: dict) -> list[torch.Tensor]:
-    """Counts of all microbatches, by the slice of the loss that computes them: needed before the first backward pass."""
+    """Counts of all microbatches, by the slice of the loss that computes them: needed before the first backward pass.
+
+    A loss that cannot be traced (it is closed over tensors, or branches on data) is run forward instead.
+    """
     from fmeg.mesh import Mesh
     from fmeg.sharding.execute import Executable
 
     parts = [_part(batch, j, steps) for j in range(steps)]
-    leaves = [x for x in tree.leaves((params, parts[0], rest)) if isinstance(x, torch.Tensor)]
-    key = (tree.structure((params, batch)), *(TensorType.of(x) for x in leaves), *(x for x in tree.leaves(rest) if not isinstance(x, torch.Tensor)))
+    leaves, structure = tree.flatten((params, parts[0], rest))
+    key = (structure, *(TensorType.of(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves))
     if key not in counters:
-        program, _ = _loss_program(None, loss_fn, params, parts[0], rest)
-        counters[key] = _count_program(program, len([p for p in tree.leaves(params) if isinstance(p, torch.Tensor)]), _name(loss_fn))
-    run = Executable(counters[key], Mesh(backend="loop").backend())
+        try:
+            program, info = _loss_program(None, loss_fn, params, parts[0], rest)
+        except TraceError:
+            counters[key] = None
+        else:
+            n_params = len([p for p in tree.leaves(params) if isinstance(p, torch.Tensor)])
+            counters[key] = _count_program(program, n_params, _name(loss_fn), info["n"])
     totals: list[Any] | None = None
     for p in parts:
-        values = [x for x in tree.leaves((params, p, rest)) if isinstance(x, torch.Tensor)]
-        got = run(values)
+        if counters[key] is None:
+            with torch.no_grad():
+                got = _counts(_parse(loss_fn(params, p, *rest), _name(loss_fn)), _name(loss_fn))
+        else:
+            run = Executable(counters[key], Mesh(backend="loop").backend())
+            got = run([x for x in tree.leaves((params, p, rest)) if isinstance(x, torch.Tensor)])
         totals = got if totals is None else [a + b for a, b in zip(totals, got, strict=True)]
     assert totals is not None
     return [torch.as_tensor(t) for t in totals]
 
 
 def _transformed(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple) -> Any:
-    """Under an outer torch.func transform: torch.func.vjp, differentiable again."""
+    """Under an outer torch.func transform: torch.func.grad, differentiable again."""
     _rows(batch, steps, _name(loss_fn))
+    leaves, treedef = tree.flatten(params)
+    floats = [i for i, p in enumerate(leaves) if isinstance(p, torch.Tensor) and p.is_floating_point()]
 
-    def whole(p: Any) -> tuple[torch.Tensor, Any]:
+    def whole(active: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        full = list(leaves)
+        for i, p in zip(floats, active, strict=True):
+            full[i] = p
+        p = tree.unflatten(treedef, full)
         results = [_parse(loss_fn(p, _part(batch, j, steps), *rest), _name(loss_fn)) for j in range(steps)]
         sums = [tree.sum([r.sums[i] for r in results]) for i in range(len(results[0].sums))]
-        counts = [tree.sum([torch.as_tensor(r.counts[i]) for r in results]).to(s.dtype) for i, s in enumerate(sums)]
+        counts = [tree.sum([torch.as_tensor(r.counts[i]) for r in results]).to(s) for i, s in enumerate(sums)]
         aux = tree.map(lambda *t: tree.sum(list(t)), *(r.aux for r in results))
-        return tree.sum([s * torch.reciprocal(c) for s, c in zip(sums, counts, strict=True)]), {"count": counts[0], **aux}
+        loss = tree.sum([s * _inverse(c) for s, c in zip(sums, counts, strict=True)])
+        return loss, (loss, {"count": counts[0], **aux})
 
-    grads, (loss, aux) = torch.func.grad(lambda p: (lambda out: (out[0], out))(whole(p)), has_aux=True)(params)
-    return (loss, aux), grads
+    got, (loss, aux) = torch.func.grad(whole, has_aux=True)([leaves[i] for i in floats])
+    grads: list[Any] = [None] * len(leaves)
+    for i, g in zip(floats, got, strict=True):
+        grads[i] = g
+    return (loss, aux), tree.unflatten(treedef, grads)
 
 
 # -- traced -----------------------------------------------------------------------------------------------------------
@@ -210,14 +261,13 @@ def _unpack(t: tuple) -> tuple:
     return (params, batch, *rest)
 
 
-def _count_program(program: Program, n_params: int, name: str, n: int | None = None) -> Program:
+def _count_program(program: Program, n_params: int, name: str, n: int) -> Program:
     """The slice of the loss that computes the counts; it must not depend on parameters."""
-    n = n if n is not None else sum(1 for _ in program.outputs) // 2
     counts = program.outputs[n : 2 * n]
     on = active_values(program, range(n_params))
     for c in counts:
         if isinstance(c, Value) and id(c) in on:
-            raise TraceError(f"{name}: the count depends on the parameters; it must be a property of the batch (a number of tokens), since it is needed before the first backward pass")
+            raise TraceError(f"{name}: {DEPENDS}")
     return Program(program.inputs, ancestors(program, list(counts)), tuple(counts), program.names, f"{name}.count")
 
 
@@ -240,7 +290,7 @@ def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any,
 
     counter = _count_program(program, len(p_tensors), name, n)
     counts = _emit(rec, Accumulate(counter, steps, batched), args, [v.type for v in counter.outputs])
-    inverse = [torch.reciprocal(c) for c in counts]
+    inverse = [_inverse(c) for c in counts]
 
     sums_only = Program(program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name)
     wrt = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
