@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Stack:
-    """Slices of a tensor along a new dimension 0, each written where it belongs: at no time are there two copies of all.
+    """Slices of a tensor along a new dimension 0, each written where it belongs, so that there are never two of all.
 
     >>> from fmeg.mesh import Mesh
     >>> s = Stack(Mesh().backend(), 2)

@@ -24,7 +24,7 @@ _LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
 class Executable:
     """A compiled local Program: call it with one value an input; returns one value an output.
 
-    `run` is the same for a list that the caller gives up: it is emptied, and its values are dropped after their last use.
+    `run` is the same for a list that the caller gives up: it is emptied, and values are dropped after their last use.
     """
 
     def __init__(self, program: Program, backend: Any, bodies: dict[int, Executable] | None = None) -> None:
@@ -251,7 +251,7 @@ class Executable:
 
 
 def _grouped(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Runs of compute nodes; each collective and each loop alone. A rank's own index, which needs nothing, comes first."""
+    """Runs of compute nodes; each collective and each loop alone. A rank's index, which needs nothing, comes first."""
     groups: list[list[Node]] = [[n] for n in nodes if n.op is AXIS_INDEX]
     open_run = False
     for n in nodes:
