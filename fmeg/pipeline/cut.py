@@ -158,12 +158,11 @@ class Cutter:
 
     def _forward_scan(self, n: Node, layers: tuple[int, int], carries_in: list[Value], swap: dict[int, Any], nodes: list[Node]) -> None:
         op = self.op
-        for v, c in zip(n.args, carries_in, strict=False):
-            swap[id(v)] = c
         xs = self.slices(n.args[op.n_carry : op.n_carry + op.n_xs], layers, swap, nodes)
         rest = n.args[op.n_carry + op.n_xs :]
         self._need(rest, bool(not carries_in), False, n)
-        carries = [swap.get(id(v), v) for v in n.args[: op.n_carry]]
+        # by position: one value may be two carries
+        carries = carries_in or [swap.get(id(v), v) for v in n.args[: op.n_carry]]
         node = Node(replace(op, length=layers[1] - layers[0]), (*carries, *xs, *(swap.get(id(v), v) for v in rest)), {}, source=n.source, phase="F", tags=n.tags)
         node.outs = tuple(Value(o.type, node, i, placement=o.placement) for i, o in enumerate(n.outs))
         swap.update({id(o): c for o, c in zip(n.outs, node.outs, strict=True)})
@@ -236,15 +235,14 @@ class _Backward:
 
     def _scan(self, n: Node) -> None:
         ct_carries, ct_ys, handle, xs, consts = n.args
-        for v, c in zip(ct_carries, self.cts_in, strict=False):
-            self.swap[id(v)] = c
         for v in (*ct_carries, *xs, *consts) if self.last else (*xs, *consts):
             self._bring(v)
         self._bring(handle)
         if self.layers[0] == self.layers[1] and consts and len(n.outs) > n.op.n_carry + n.op.n_ct_xs:
             raise ScheduleError("pipeline: a stage without layers cannot be differentiated by what the scan shares between layers; give every stage a layer")
         whole = self.cut.slices(xs, self.layers, self.swap, self.nodes)
-        args = ([self.swap.get(id(v), v) for v in ct_carries], ct_ys, self.swap[id(handle)], whole, [self.swap.get(id(v), v) for v in consts])
+        cts = self.cts_in or [self.swap.get(id(v), v) for v in ct_carries]
+        args = (cts, ct_ys, self.swap[id(handle)], whole, [self.swap.get(id(v), v) for v in consts])
         node = Node(replace(n.op, length=self.layers[1] - self.layers[0]), args, {}, source=n.source, phase="B", tags=n.tags)
         node.outs = tuple(Value(o.type, node, i, placement=o.placement) for i, o in enumerate(n.outs))
         self.swap.update({id(o): c for o, c in zip(n.outs, node.outs, strict=True)})

@@ -11,6 +11,7 @@ import torch
 from fmeg import tree
 from fmeg.pipeline.op import Pipeline
 from fmeg.pipeline.schedule import Schedule
+from fmeg.pipeline.travel import carry_along
 from fmeg.program import recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.gradient import active_values, differentiate
@@ -294,6 +295,8 @@ def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any,
 
     sums_only = Program(program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name)
     wrt = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
+    if schedule is not None:
+        sums_only = carry_along(sums_only, range(len(p_tensors)))
     uses: list[int] = []
     joint = differentiate(sums_only, wrt, list(range(n)), uses=uses)
     n_aux = len(sums_only.outputs) - n
