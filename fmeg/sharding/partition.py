@@ -105,9 +105,11 @@ class Partitioner:
         """The local value of `p` in `target`, moving it there if it is not there yet."""
         if target in p.copies:
             return p.copies[target]
-        if p.make is not None:
+        if p.make is not None and not target.pending:
             p.copies[target] = p.make(target)
             return p.copies[target]
+        if p.make is not None:
+            self.get(p, target.whole(), reason)
         if not p.type.shape and not any(target.pending <= src.pending for src in p.copies):
             return self._scalar_to_pending(p, target, reason)
         itemsize = p.type.dtype.itemsize

@@ -68,8 +68,8 @@ def _parse(out: Any, name: str) -> _Result:
 
 
 def _inverse(count: torch.Tensor) -> torch.Tensor:
-    """1/count; 1 where there is nothing to count: the sum over nothing is 0, and so is the loss."""
-    return torch.reciprocal(torch.where(count == 0, torch.ones_like(count), count))
+    """1/count; 0 where there is nothing to count: the sum over nothing is 0, and so is the loss."""
+    return torch.where(count == 0, 0.0, torch.reciprocal(count))
 
 
 def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, schedule: str | Schedule | None = None, stages: str | Sequence[int] = "even") -> Callable[..., Any]:

@@ -73,7 +73,7 @@ def test_two_traces_print_alike():
 def test_names_are_unique_through_bodies():
     step = value_and_grad(lambda w, x: (model(x, w), 4), microbatches=2)
     text = code(str(trace(step, WS, X).program))
-    defined = re.findall(r"\b([a-z]+): f32\[", text)
+    defined = re.findall(r"\b([a-z]+): (?:f32|bool)\[", text)
     assert len(defined) == len(set(defined)) > 30
     assert sorted(defined, key=lambda n: (len(n), n)) == [letters(i) for i in range(len(defined))]
 

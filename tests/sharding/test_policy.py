@@ -93,6 +93,20 @@ def test_sums_of_pending_sums():
     assert whole.outs == [dims("", "")]
 
 
+def test_a_constant_joins_a_pending_scalar_once():
+    """A whole 0-d value becomes a term of a sum on one rank only, be it made on demand or at hand."""
+    x, y = torch.arange(32.0, dtype=F64).reshape(4, 8), torch.tensor(5.0, dtype=F64)
+
+    def fn(x, y):
+        one, s = torch.full((), 3.0, dtype=F64), x.sum()
+        chosen = torch.where(y > 0, one, s), torch.where(y < 0, one, s)
+        return s + one, one - s, s + y, torch.stack([s, one, y]).sum(), *chosen
+
+    for rows in ("dp", ("tp", "dp")):
+        got = jit(fn, mesh=MESH, layout=Layout(r=rows), axes={"x": "r _"})(x, y)
+        assert [float(a) for a in got] == [float(b) for b in fn(x, y)]
+
+
 def test_what_must_be_whole_is_gathered_with_a_reason():
     assert solve("a b -> a b", placed("", "tp"), whole="b").reasons == ["needs a whole dimension"]
     assert solve("a b -> a b", placed("", "tp"), whole="b", declared=True).reasons == ["rule"]
