@@ -69,7 +69,9 @@ class Cutter:
         self.scan, self.back = forward[0], backward[0]
         self.op: LocalScan = self.scan.op
         if self.op.n_ys and self.back.op.n_ys:
-            raise ScheduleError("pipeline: a scan whose stacked results are differentiated cannot be cut; return them through the carry")
+            raise ScheduleError(
+                "pipeline: a scan whose stacked results are differentiated cannot be cut; return them through the carry"
+            )
         self.kind: dict[int, str] = {}
         self.rows: set[int] = set()  # ids of values that hold a stage's own layers
         self._classify(set(params), set(staged))
@@ -97,7 +99,9 @@ class Cutter:
         """The pieces of the stage that runs these layers."""
         op = self.op
         swap: dict[int, Any] = {}
-        carries_in = [] if first else [Value(v.type, name=f"carry{i}") for i, v in enumerate(self.scan.args[: op.n_carry])]
+        carries_in = (
+            [] if first else [Value(v.type, name=f"carry{i}") for i, v in enumerate(self.scan.args[: op.n_carry])]
+        )
         nodes: list[Node] = []
         for n in self.body.nodes:
             if n.phase != "F" or not self._runs(n, first, last):
@@ -112,9 +116,15 @@ class Cutter:
         sums = tuple(range(self.n_sums)) if last else ()
         back = _Backward(self, layers, first, last)
         residuals = back.residuals
-        results = (*carries, *(swap.get(id(o), o) for o in (self.body.outputs[i] for i in sums)), *(swap[id(v)] for v in residuals))
+        results = (
+            *carries,
+            *(swap.get(id(o), o) for o in (self.body.outputs[i] for i in sums)),
+            *(swap[id(v)] for v in residuals),
+        )
         forward = dce(Program((*self.body.inputs, *carries_in), nodes, results, name=f"{self.body.name}.forward"))
-        return Stage(forward, back.program(), sums, tuple(back.gradients), op.n_carry, len(residuals), layers, first, last)
+        return Stage(
+            forward, back.program(), sums, tuple(back.gradients), op.n_carry, len(residuals), layers, first, last
+        )
 
     def _runs(self, n: Node, first: bool, last: bool) -> bool:
         kind = self.kind[id(n.outs[0])]
@@ -143,7 +153,9 @@ class Cutter:
         swap.update({id(o): c for o, c in zip(n.outs, copy.outs, strict=True)})
         return copy
 
-    def slices(self, values: Sequence[Value], layers: tuple[int, int], swap: dict[int, Any], nodes: list[Node]) -> list[Value]:
+    def slices(
+        self, values: Sequence[Value], layers: tuple[int, int], swap: dict[int, Any], nodes: list[Node]
+    ) -> list[Value]:
         """Scanned operands for some layers: a stage's own rows as they are, whole stacks cut."""
         out = []
         for v in values:
@@ -156,14 +168,23 @@ class Cutter:
             out.append(w)
         return out
 
-    def _forward_scan(self, n: Node, layers: tuple[int, int], carries_in: list[Value], swap: dict[int, Any], nodes: list[Node]) -> None:
+    def _forward_scan(
+        self, n: Node, layers: tuple[int, int], carries_in: list[Value], swap: dict[int, Any], nodes: list[Node]
+    ) -> None:
         op = self.op
         xs = self.slices(n.args[op.n_carry : op.n_carry + op.n_xs], layers, swap, nodes)
         rest = n.args[op.n_carry + op.n_xs :]
         self._need(rest, bool(not carries_in), False, n)
         # by position: one value may be two carries
         carries = carries_in or [swap.get(id(v), v) for v in n.args[: op.n_carry]]
-        node = Node(replace(op, length=layers[1] - layers[0]), (*carries, *xs, *(swap.get(id(v), v) for v in rest)), {}, source=n.source, phase="F", tags=n.tags)
+        node = Node(
+            replace(op, length=layers[1] - layers[0]),
+            (*carries, *xs, *(swap.get(id(v), v) for v in rest)),
+            {},
+            source=n.source,
+            phase="F",
+            tags=n.tags,
+        )
         node.outs = tuple(Value(o.type, node, i, placement=o.placement) for i, o in enumerate(n.outs))
         swap.update({id(o): c for o, c in zip(n.outs, node.outs, strict=True)})
         nodes.append(node)
@@ -239,14 +260,17 @@ class _Backward:
             self._bring(v)
         self._bring(handle)
         if self.layers[0] == self.layers[1] and consts and len(n.outs) > n.op.n_carry + n.op.n_ct_xs:
-            raise ScheduleError("pipeline: a stage without layers cannot be differentiated by what the scan shares between layers; give every stage a layer")
+            raise ScheduleError(
+                "pipeline: a stage without layers cannot be differentiated by what the scan shares between layers; give every stage a layer"
+            )
         whole = self.cut.slices(xs, self.layers, self.swap, self.nodes)
         cts = self.cts_in or [self.swap.get(id(v), v) for v in ct_carries]
         args = (cts, ct_ys, self.swap[id(handle)], whole, [self.swap.get(id(v), v) for v in consts])
-        node = Node(replace(n.op, length=self.layers[1] - self.layers[0]), args, {}, source=n.source, phase="B", tags=n.tags)
+        node = Node(
+            replace(n.op, length=self.layers[1] - self.layers[0]), args, {}, source=n.source, phase="B", tags=n.tags
+        )
         node.outs = tuple(Value(o.type, node, i, placement=o.placement) for i, o in enumerate(n.outs))
         self.swap.update({id(o): c for o, c in zip(n.outs, node.outs, strict=True)})
         # what becomes of the carry's cotangent is the first stage's; elsewhere it leaves
         self.have.update(id(o) for o in (n.outs if self.first else n.outs[n.op.n_carry :]))
         self.nodes.append(node)
-

@@ -87,7 +87,11 @@ class Pipeline(Accumulate):
         """The schedule for that many ranks, and its stages' layers."""
         from fmeg.pipeline.names import by_name
 
-        schedule = by_name(self.schedule, ranks=ranks, microbatches=self.steps) if isinstance(self.schedule, str) else self.schedule
+        if isinstance(self.schedule, str):
+            schedule = by_name(self.schedule, ranks=ranks, microbatches=self.steps)
+        else:
+            schedule = self.schedule
+            schedule.verify()
         if schedule.ranks != ranks or schedule.microbatches != self.steps:
             raise ScheduleError(
                 f"pipeline: the schedule {schedule.name!r} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, but the mesh has {ranks} and value_and_grad "
@@ -149,7 +153,11 @@ class _Partition:
                 inner = Placed(v.type, self._without(home), {}, self._in_use(p), self._in_use(p), None, True)
             else:
                 dims = p.home.dims[1:] if batched else p.home.dims
-                home = Placement(((), *dims)) if batched else Placement(tuple(tuple(a for a in d if a != self.axis) for d in dims))
+                home = (
+                    Placement(((), *dims))
+                    if batched
+                    else Placement(tuple(tuple(a for a in d if a != self.axis) for d in dims))
+                )
                 inner = Placed(v.type, Placement(home.dims[1:]) if batched else home, {}, p.in_use, p.in_use, None, own)
             args.append(part.get(p, home, "border"))
             inputs.append(child.input(v, inner))
@@ -161,9 +169,22 @@ class _Partition:
         n_sums = len(op.body.outputs) - len(op.owners)
         stacked = frozenset(i for i, owner in op.owners.items() if owner in staged)
         if not staged:
-            raise ScheduleError(f'Layout: layers="{self.axis}" but no parameter has an axis `layers` in front; a pipeline needs stacked layers')
-        local = LocalPipeline(body, op.plan(part.ctx.sizes[self.axis]), op.batched, self.axis, tuple(params), tuple(staged), n_sums, stacked)
-        types = [(o.type, self._outer(i, h, stacked)) for i, (o, h) in enumerate(zip(self.node.outs, homes, strict=True))]
+            raise ScheduleError(
+                f'Layout: layers="{self.axis}" but no parameter has an axis `layers` in front; a pipeline needs stacked layers'
+            )
+        local = LocalPipeline(
+            body,
+            op.plan(part.ctx.sizes[self.axis]),
+            op.batched,
+            self.axis,
+            tuple(params),
+            tuple(staged),
+            n_sums,
+            stacked,
+        )
+        types = [
+            (o.type, self._outer(i, h, stacked)) for i, (o, h) in enumerate(zip(self.node.outs, homes, strict=True))
+        ]
         values = part.emit(local, tuple(args), {}, types)
         for o, (_, placement), value in zip(self.node.outs, types, values, strict=True):
             part.define(o, placement, value)
@@ -202,7 +223,9 @@ class _Runner:
         if "I" not in kinds:
             return Pieces(forward, whole)
         halves = halve_stage(stage.backward, 0 if stage.first else stage.n_carry)
-        return Pieces(forward, whole, Executable(halves.first, inner, bodies), Executable(halves.second, inner, bodies), halves)
+        return Pieces(
+            forward, whole, Executable(halves.first, inner, bodies), Executable(halves.second, inner, bodies), halves
+        )
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         op, schedule = self.op, self.op.plan.schedule
@@ -212,13 +235,18 @@ class _Runner:
         else:
             carries = [torch.empty(t.shape, dtype=t.dtype, device=self.ranks.inner.device) for t in self.carries]
             run_real(schedule, workers[0], self.ranks, carries, TIMEOUT)
-        return [self.ranks.join([self._result(w, r, i) for w, r in zip(workers, self.ranks.mine, strict=True)]) for i in range(len(op.body.outputs))]
+        return [
+            self.ranks.join([self._result(w, r, i) for w, r in zip(workers, self.ranks.mine, strict=True)])
+            for i in range(len(op.body.outputs))
+        ]
 
     def _worker(self, args: Sequence[Any], rank: int) -> Worker:
         op, b = self.op, self.ranks.inner
         owned = op.plan.schedule.stages_of(rank)
         mine = [self.ranks.take(a, rank) for a in args]
-        per_batch = [list(b.call(torch.unbind, (a,))) if batched else None for a, batched in zip(mine, op.batched, strict=True)]
+        per_batch = [
+            list(b.call(torch.unbind, (a,))) if batched else None for a, batched in zip(mine, op.batched, strict=True)
+        ]
         inputs: dict[int, list[list[Any]]] = {}
         at = 0
         for s in owned:
@@ -227,7 +255,10 @@ class _Runner:
             for i in op.staged:
                 rows[i] = mine[i] if hi - lo == op.plan.rows else b.call(torch.narrow, (mine[i], 0, at, hi - lo))
             at += hi - lo
-            inputs[s] = [[rows[i] if c is None else c[j] for i, c in enumerate(per_batch)] for j in range(op.plan.schedule.microbatches)]
+            inputs[s] = [
+                [rows[i] if c is None else c[j] for i, c in enumerate(per_batch)]
+                for j in range(op.plan.schedule.microbatches)
+            ]
         return Worker({s: self.stages[s] for s in owned}, b, inputs, {s: self.pieces[s] for s in owned})
 
     def _result(self, worker: Worker, rank: int, i: int) -> Any:

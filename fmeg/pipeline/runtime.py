@@ -155,11 +155,17 @@ def run_virtual(schedule: Schedule, workers: Sequence[Worker], ranks: VirtualRan
                 at[r] += 1
                 progress = True
         if not progress:
-            waits = [f"rank {r} at {line[i]} ({i + 1}/{len(line)}) waits for {_wants(line[i], schedule.stages)}" for r, (i, line) in enumerate(zip(at, lists, strict=True)) if i < len(line)]
+            waits = [
+                f"rank {r} at {line[i]} ({i + 1}/{len(line)}) waits for {_wants(line[i], schedule.stages)}"
+                for r, (i, line) in enumerate(zip(at, lists, strict=True))
+                if i < len(line)
+            ]
             raise ScheduleError("pipeline: deadlock. " + "; ".join(waits))
 
 
-def run_real(schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequence[torch.Tensor], timeout: timedelta) -> None:
+def run_real(
+    schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequence[torch.Tensor], timeout: timedelta
+) -> None:
     """This process's rank. `carries`: empty tensors like what travels between stages."""
     me = ranks.mine[0]
     lists = schedule.compute().with_messages().actions
@@ -177,7 +183,11 @@ def run_real(schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequ
                 to = a.stage + 1 if a.kind == "SEND_F" else a.stage - 1
                 for k, value in enumerate(local.pop((a.kind[-1], to, a.microbatch))):
                     tensor = value.contiguous()
-                    work = dist.isend(tensor, ranks.peer(schedule.rank_of[to]), tag=_tag(a._replace(kind=f"RECV_{a.kind[-1]}", stage=to), k, schedule))
+                    work = dist.isend(
+                        tensor,
+                        ranks.peer(schedule.rank_of[to]),
+                        tag=_tag(a._replace(kind=f"RECV_{a.kind[-1]}", stage=to), k, schedule),
+                    )
                     sent.append((work, tensor))
             else:
                 want, message = _wants(a, schedule.stages), []
@@ -192,7 +202,9 @@ def run_real(schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequ
                 if give is not None:
                     local[give] = out
         except RuntimeError as e:
-            raise ScheduleError(f"pipeline: rank {me} at {a} ({i + 1}/{len(lists[me])}) failed or waited longer than {timeout}: {e}") from e
+            raise ScheduleError(
+                f"pipeline: rank {me} at {a} ({i + 1}/{len(lists[me])}) failed or waited longer than {timeout}: {e}"
+            ) from e
     for work, _ in sent:
         work.wait(timeout)
 

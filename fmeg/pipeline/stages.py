@@ -66,9 +66,13 @@ def parse(text: str) -> list[int]:
     for i, s in enumerate(stages):
         bad = sorted(set(s) - set("EtL"))
         if bad:
-            raise ScheduleError(f"stages {text!r}: stage {i} has {bad[0]!r}; known are E (embedding), t (layer) and L (loss)")
+            raise ScheduleError(
+                f"stages {text!r}: stage {i} has {bad[0]!r}; known are E (embedding), t (layer) and L (loss)"
+            )
         if "E" in s and (i or s.index("E")):
-            raise ScheduleError(f"stages {text!r}: E stands in stage {i} as {s!r}; the embedding begins the first stage")
+            raise ScheduleError(
+                f"stages {text!r}: E stands in stage {i} as {s!r}; the embedding begins the first stage"
+            )
         if "L" in s and (i != len(stages) - 1 or s.index("L") != len(s) - 1):
             raise ScheduleError(f"stages {text!r}: L stands in stage {i} as {s!r}; the loss ends the last stage")
     return [s.count("t") for s in stages]
@@ -107,7 +111,9 @@ class Plan:
     order: tuple[int, ...]
 
 
-def plan(schedule: Schedule, layers: int, stages: str | Sequence[int], costs: tuple[float, float, float] | None = None) -> Plan:
+def plan(
+    schedule: Schedule, layers: int, stages: str | Sequence[int], costs: tuple[float, float, float] | None = None
+) -> Plan:
     """Lay out `layers` on the stages of a schedule.
 
     stages  "even", "cost" (with `costs` of what is before, one layer, what is after), numbers of layers, or a drawing (`parse`)

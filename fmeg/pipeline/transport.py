@@ -58,7 +58,9 @@ class VirtualRanks:
         for coordinates in self._coordinates(tuple(a for a in full.axes if a in axes or a == self.axis)):
             v = values[coordinates[self.axis]]
             if isinstance(v, (Parts, Stack)):
-                sub = inner.mesh.rank({**dict.fromkeys(inner.mesh.axes, 0), **{a: c for a, c in coordinates.items() if a != self.axis}})
+                sub = inner.mesh.rank(
+                    {**dict.fromkeys(inner.mesh.axes, 0), **{a: c for a, c in coordinates.items() if a != self.axis}}
+                )
                 i = inner.index.part(v.mask)[sub]
                 tensors.append(v.tensors[i] if isinstance(v, Parts) else v.tensor[i])
             else:

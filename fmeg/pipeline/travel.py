@@ -19,7 +19,11 @@ def carry_along(program: Program, params: Iterable[int]) -> Program:
     A program without such values, or without exactly one scan over parameters, comes back as it is.
     """
     deps = _dependencies(program, set(params))
-    scans = [n for n in program.nodes if isinstance(n.op, Scan) and any("p" in deps[id(v)] for v in n.args[n.op.n_carry : n.op.n_carry + n.op.n_xs])]
+    scans = [
+        n
+        for n in program.nodes
+        if isinstance(n.op, Scan) and any("p" in deps[id(v)] for v in n.args[n.op.n_carry : n.op.n_carry + n.op.n_xs])
+    ]
     if len(scans) != 1:
         return program
     (scan,) = scans
@@ -33,17 +37,38 @@ def carry_along(program: Program, params: Iterable[int]) -> Program:
     travelling = [scan.args[n_fixed + i] for i in constant] + later
     if not travelling:
         return program
-    body, inside = op.body, [op.body.inputs[n_fixed + i] for i in constant] + [Value(v.type, name="travels") for v in later]
+    body, inside = (
+        op.body,
+        [op.body.inputs[n_fixed + i] for i in constant] + [Value(v.type, name="travels") for v in later],
+    )
     rest = [v for i, v in enumerate(body.inputs[n_fixed:]) if i not in constant]
     inputs = (*body.inputs[: op.n_carry], *inside, *body.inputs[op.n_carry : n_fixed], *rest)
     outputs = (*body.outputs[: op.n_carry], *inside, *body.outputs[op.n_carry :])
     grown = Program(inputs, body.nodes, outputs, name=body.name)
-    args = (*scan.args[: op.n_carry], *travelling, *scan.args[op.n_carry : n_fixed], *(v for i, v in enumerate(scan.args[n_fixed:]) if i not in constant))
-    node = Node(Scan(grown, op.length, op.n_carry + len(inside), op.n_xs), args, {}, (), scan.source, scan.phase, scan.tags)
-    types = [*(o.type for o in scan.outs[: op.n_carry]), *(v.type for v in travelling), *(o.type for o in scan.outs[op.n_carry :])]
+    args = (
+        *scan.args[: op.n_carry],
+        *travelling,
+        *scan.args[op.n_carry : n_fixed],
+        *(v for i, v in enumerate(scan.args[n_fixed:]) if i not in constant),
+    )
+    node = Node(
+        Scan(grown, op.length, op.n_carry + len(inside), op.n_xs), args, {}, (), scan.source, scan.phase, scan.tags
+    )
+    types = [
+        *(o.type for o in scan.outs[: op.n_carry]),
+        *(v.type for v in travelling),
+        *(o.type for o in scan.outs[op.n_carry :]),
+    ]
     node.outs = tuple(Value(t, node, i) for i, t in enumerate(types))
     swap = {id(v): o for v, o in zip(travelling, node.outs[op.n_carry :], strict=False)}
-    swap.update({id(o): new for o, new in zip(scan.outs, (*node.outs[: op.n_carry], *node.outs[op.n_carry + len(inside) :]), strict=True)})
+    swap.update(
+        {
+            id(o): new
+            for o, new in zip(
+                scan.outs, (*node.outs[: op.n_carry], *node.outs[op.n_carry + len(inside) :]), strict=True
+            )
+        }
+    )
     nodes = [*program.nodes[:at], node]
     for n in program.nodes[at + 1 :]:
         a, k = map_values(lambda v: swap.get(id(v), v), (n.args, n.kwargs))
@@ -51,7 +76,13 @@ def carry_along(program: Program, params: Iterable[int]) -> Program:
         copy.outs = tuple(Value(o.type, copy, i) for i, o in enumerate(n.outs))
         swap.update({id(o): c for o, c in zip(n.outs, copy.outs, strict=True)})
         nodes.append(copy)
-    return Program(program.inputs, nodes, tuple(map_values(lambda v: swap.get(id(v), v), list(program.outputs))), program.names, program.name)
+    return Program(
+        program.inputs,
+        nodes,
+        tuple(map_values(lambda v: swap.get(id(v), v), list(program.outputs))),
+        program.names,
+        program.name,
+    )
 
 
 def _dependencies(program: Program, params: set[int]) -> dict[int, frozenset[str]]:

@@ -77,7 +77,7 @@ def verify(
             needed = capacity_needed(wired, chains)
             if needed is None:
                 raise
-            hint = f"this schedule needs channels that hold {needed} messages, given capacity={capacity}"
+            hint = f"channels hold too few messages: this schedule needs capacity={needed}, given capacity={capacity}"
             raise DeadlockError(f"{error}\n{hint}", error.cycle) from None
     return Report(schedule, times.bubble, times.idle, tuple(peaks(schedule, after_input)), times.makespan)
 

@@ -59,12 +59,21 @@ def halve(program: Program, waited: Sequence[int]) -> Halves:
             mine.update(id(n) for n in own)
     chosen.sort()
     late = [i for i in range(len(program.outputs)) if i not in chosen]
-    rest = dce(Program(program.inputs, [n for n in program.nodes if id(n) not in mine], tuple(program.outputs[i] for i in late)))
+    rest = dce(
+        Program(
+            program.inputs, [n for n in program.nodes if id(n) not in mine], tuple(program.outputs[i] for i in late)
+        )
+    )
     made = {id(o) for n in program.nodes if id(n) in mine for o in n.outs}
     used = {id(v): v for n in rest.nodes for v in n.operands() if id(v) in made}
     used.update({id(o): o for o in rest.outputs if isinstance(o, Value) and id(o) in made})
     handed = list(used.values())
-    first = Program(program.inputs, [n for n in program.nodes if id(n) in mine], (*(program.outputs[i] for i in chosen), *handed), name=f"{program.name}.inputs")
+    first = Program(
+        program.inputs,
+        [n for n in program.nodes if id(n) in mine],
+        (*(program.outputs[i] for i in chosen), *handed),
+        name=f"{program.name}.inputs",
+    )
     second = Program((*program.inputs, *handed), rest.nodes, rest.outputs, name=f"{program.name}.weights")
     return Halves(first, second, tuple(chosen), tuple(late), len(handed))
 
@@ -95,7 +104,9 @@ class ScanInputs:
             cts = list(ct_carries)
             y_slices = [b.call(torch.unbind, (y,)) for y in ct_ys]
             x_slices = [b.call(torch.unbind, (x,)) for x in xs]
-            collected: dict[int, Any] = {i: Stack(b, op.length) if i < n_c + op.n_ct_xs else Sum(b) for i in early if i >= n_c}
+            collected: dict[int, Any] = {
+                i: Stack(b, op.length) if i < n_c + op.n_ct_xs else Sum(b) for i in early if i >= n_c
+            }
             kept: list[tuple[list[Any], list[Any]]] = []
             for i in reversed(range(op.length)):
                 inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
@@ -181,4 +192,10 @@ def halve_stage(backward: Program, n_cts: int) -> Halves:
     early = tuple(i for i in halves.early if i < n)
     keep = [k for k, i in enumerate(halves.early) if i < n]
     outs = (*(halves.first.outputs[k] for k in keep), *halves.first.outputs[len(halves.early) :])
-    return Halves(Program(halves.first.inputs, halves.first.nodes, outs, name=halves.first.name), halves.second, early, halves.late, halves.handed)
+    return Halves(
+        Program(halves.first.inputs, halves.first.nodes, outs, name=halves.first.name),
+        halves.second,
+        early,
+        halves.late,
+        halves.handed,
+    )

@@ -1,0 +1,75 @@
+"""Four Gloo processes run the same action lists, and get the bits of the virtual mesh; a lost message ends with a report."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from fmeg import Layout, Mesh
+from fmeg.pipeline import ScheduleError
+from tests.mesh import processes
+from tests.pipeline.test_runtime import batch, config, run, same
+
+pytestmark = pytest.mark.distributed
+
+
+def _equal(axes, layout, schedules):
+    cfg = config(8)
+    for schedule in schedules:
+        real, virtual = (
+            run(cfg, batch(16), mesh=Mesh(axes, backend=b), layout=layout, microbatches=4, schedule=schedule)
+            for b in ("distributed", "loop")
+        )
+        assert same(real, virtual), schedule
+
+
+def pp4():
+    _equal(dict(pp=4), Layout(layers="pp"), ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
+
+
+def pp2_dp2():
+    layout = Layout(layers="pp", batch="dp", params=dict(embed="dp"))
+    _equal(dict(pp=2, dp=2), layout, ["1f1b", "zb_v", "dualpipe_v"])
+
+
+def lost_message():
+    """Rank 1 drops what it should send to rank 2: whoever waits for it says so, in seconds."""
+    import torch.distributed as dist
+
+    from fmeg.pipeline import op
+
+    before, isend = op.TIMEOUT, dist.isend
+    op.TIMEOUT = timedelta(seconds=3)
+    if dist.get_rank() == 1:
+        dist.isend = lambda t, dst, tag=0: isend(t, dst, tag=tag) if dst != 2 else _Done()
+    try:
+        with pytest.raises(ScheduleError, match=r"rank \d at \d[FB]\d \(\d+/\d+\)"):
+            run(
+                config(4),
+                batch(8),
+                mesh=Mesh(pp=4, backend="distributed"),
+                layout=Layout(layers="pp"),
+                microbatches=4,
+                schedule="1f1b",
+            )
+    finally:
+        op.TIMEOUT, dist.isend = before, isend
+
+
+class _Done:
+    def wait(self, timeout=None):
+        return True
+
+
+CHECKS = [pp4, pp2_dp2, lost_message]  # the last one breaks the group
+
+
+@pytest.fixture(scope="module")
+def results():
+    return processes.run(CHECKS, 4)
+
+
+@pytest.mark.parametrize("name", [c.__name__ for c in CHECKS])
+def test_four_processes(name, results):
+    assert not results[name], "\n".join(results[name])
