@@ -51,7 +51,7 @@ class Array:
     Shard(rank=3, index=(slice(2, 4, None),), data=tensor([2., 3.]))
     """
 
-    __slots__ = ("__weakref__", "dtype", "mesh", "order", "shape", "spec", "value")
+    __slots__ = ("__weakref__", "_taker", "_value", "dtype", "mesh", "order", "shape", "spec")
 
     def __init__(
         self,
@@ -62,12 +62,26 @@ class Array:
         mesh: Mesh,
         order: tuple[int, ...] | None = None,
     ) -> None:
-        self.value = value
+        self._value = value
+        self._taker = ""
         self.shape = tuple(shape)
         self.dtype = dtype
         self.spec = _normal(spec, len(self.shape))
         self.mesh = mesh
         self.order = order
+
+    @property
+    def value(self) -> Any:
+        if self._taker:
+            raise ShardingError(
+                f"this Array, {self.type}, was donated to {self._taker}: its memory is no longer its own. Use what "
+                f"{self._taker} returned, or leave the argument out of donate="
+            )
+        return self._value
+
+    def give(self, taker: str) -> None:
+        """Give up the blocks, so that their memory is free once `taker` is done with them; using them is an error."""
+        self._value, self._taker = None, taker
 
     @classmethod
     def from_global(cls, tensor: Shaped[Tensor, "..."], mesh: Mesh, spec: Sequence[Entry] = ()) -> Array:
@@ -190,6 +204,8 @@ class Array:
 
     def __repr__(self) -> str:
         head = f"Array({Placement(self.spec).describe(self.type)}, mesh={self.mesh}"
+        if self._taker:
+            return f"{head}, donated to {self._taker})"
         # Printing must not communicate: one process may print alone.
         if self.type.numel > SMALL or (len(self.mesh.backend().ranks) < self.mesh.size and any(self.spec)):
             return head + ")"

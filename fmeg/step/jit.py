@@ -52,6 +52,7 @@ class Lowered:
     outputs: list[Placement | None]
     blocks: list[int]
     stages: Storage | None = None  # how a pipeline stores its layers
+    donated: list[bool] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def order_of(self, p: Placement) -> tuple[int, ...] | None:
@@ -95,8 +96,11 @@ class Compiled:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         low = self.lowered
         values = [_place(x, p, low.mesh, b, low.order_of(p)) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)]
+        for x, donated in zip(leaves, low.donated, strict=False):
+            if donated and isinstance(x, Array):
+                x.give(low.name)
         with torch.no_grad():
-            outs = self.executable(values)
+            outs = self.executable.run(values)
         results = []
         for got, placement, v in zip(outs, low.outputs, low.traced.program.outputs, strict=True):
             if placement is None:
@@ -126,10 +130,10 @@ def _place(x: Any, p: Placement, mesh: Mesh, blocks: int, order: tuple[int, ...]
 class Jitted:
     """What `jit` returns: call it, or `.lower(*args)` to look before running."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, layout: Layout, axes: Mapping[str, Any], params: Sequence[str], out_axes: Any, strict: bool):
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, layout: Layout, axes: Mapping[str, Any], params: Sequence[str], out_axes: Any, strict: bool, donate: Sequence[str]):
         self.fn, self.mesh, self.layout, self.strict = fn, mesh, layout, strict
         self.axes = {k: Axes.of(v) for k, v in axes.items()}
-        self.params, self.out_axes = tuple(params), out_axes
+        self.params, self.out_axes, self.donate = tuple(params), out_axes, tuple(donate)
         self.name = getattr(fn, "__name__", type(fn).__name__)
         try:
             self.arg_names = [p.name for p in inspect.signature(fn).parameters.values()]
@@ -138,6 +142,9 @@ class Jitted:
         for name in self.axes:
             if self.arg_names and name not in self.arg_names:
                 raise ShardingError(f"jit({self.name}): axes are given for {name!r}, which is not a parameter; it has {', '.join(self.arg_names)}")
+        for name in self.donate:
+            if self.arg_names and name not in self.arg_names:
+                raise ShardingError(f"jit({self.name}): donate names {name!r}, which is not a parameter; it has {', '.join(self.arg_names)}")
         self._cache: dict[Any, Compiled] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -153,7 +160,9 @@ class Jitted:
         """Trace, differentiate and partition for these arguments (tensors, Arrays or TensorTypes)."""
         edge = [leaf for i, a in enumerate(args) for leaf in self._leaves(a, self._arg_name(i))]
         traced = trace(self.fn, *args)
-        return partition(self.name, traced, edge, self._out_edge(traced, args), self.mesh, self.layout, self.strict, self._declared(args, traced))
+        lowered = partition(self.name, traced, edge, self._out_edge(traced, args), self.mesh, self.layout, self.strict, self._declared(args, traced))
+        lowered.donated = [self._arg_name(i) in self.donate for i, a in enumerate(args) for x in tree.leaves(a) if type_of(x) is not None]
+        return lowered
 
     def _arg_name(self, i: int) -> str:
         return self.arg_names[i] if i < len(self.arg_names) else f"args[{i}]"
@@ -342,6 +351,7 @@ def jit(
     params: Sequence[str] = ("params",),
     out_axes: Any = None,
     strict: bool = False,
+    donate: Sequence[str] = (),
 ) -> Jitted:
     """`fn` on a mesh: traced once per structure and shapes, differentiated, partitioned, run.
 
@@ -352,6 +362,8 @@ def jit(
     params    which arguments are parameters (placed by the layout's `params=` view and moved when used)
     out_axes  logical axes of the result (in the `params=` view), for functions that create parameters
     strict    refuse movements that nobody asked for
+    donate    arguments that the caller gives up: the memory of their Arrays is free once the step is done with them, and using
+              them again is an error. For `state = step(state, batch)`: two states never exist side by side
 
     Arguments are global tensors or Arrays; results are Arrays.
 
@@ -361,4 +373,4 @@ def jit(
     >>> float(f(torch.ones(4, 3)))
     24.0
     """
-    return Jitted(fn, mesh if mesh is not None else Mesh(backend="loop"), layout if layout is not None else Layout(), axes or {}, params, out_axes, strict)
+    return Jitted(fn, mesh if mesh is not None else Mesh(backend="loop"), layout if layout is not None else Layout(), axes or {}, params, out_axes, strict, donate)
