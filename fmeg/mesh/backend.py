@@ -60,7 +60,8 @@ class Backend(Protocol):
         ...
 
     def varies(self, value: Value) -> int:
-        """The mesh axes over which a value may differ between the ranks of this process, as bits; 0 where it runs one."""
+        """The mesh axes over which a value may differ between the ranks of this process, as bits; 0 where it runs
+        one."""
         ...
 
     def all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> list[Value]:

@@ -40,7 +40,8 @@ def init_distributed(timeout: timedelta | None = None) -> None:
         device = _cuda_device()
         if (device.index or 0) >= torch.cuda.device_count():
             raise MeshError(
-                f"init_distributed: process {os.environ['RANK']} has LOCAL_RANK {device.index}, but this machine has {torch.cuda.device_count()} GPUs. "
+                f"init_distributed: process {os.environ['RANK']} has LOCAL_RANK {device.index}, but this machine has "
+                f"{torch.cuda.device_count()} GPUs. "
                 "Start one process a GPU, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs with Gloo"
             )
         torch.cuda.set_device(device)

@@ -39,7 +39,9 @@ class Collective:
     def _transpose(self, ct: torch.Tensor, axes: Axes, rest: tuple, i: int) -> torch.Tensor:
         if self is ALL_REDUCE:
             if rest[0] != "sum":
-                raise TraceError("all_reduce(op='max') has no gradient; stop it with .detach(), as a softmax does with its maximum")
+                raise TraceError(
+                    "all_reduce(op='max') has no gradient; stop it with .detach(), as a softmax does with its maximum"
+                )
             return all_reduce(ct, axes)
         if self is ALL_GATHER:
             return reduce_scatter(ct, axes, rest[0][i])
@@ -90,10 +92,14 @@ def _divide(op: Collective, size: int, n: int) -> int:
     return size // n
 
 
-def _record(op: Collective, xs: Sequence[torch.Tensor], axes: Axes, args: tuple[Any, ...], rests: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def _record(
+    op: Collective, xs: Sequence[torch.Tensor], axes: Axes, args: tuple[Any, ...], rests: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
     rec = recorder.active()
     if rec is None or rec.mesh_sizes is None:
-        raise MeshError(f"{op.name} was called outside local code: it has a meaning only inside shard_map or a sharding rule")
+        raise MeshError(
+            f"{op.name} was called outside local code: it has a meaning only inside shard_map or a sharding rule"
+        )
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     for a in axes:
         if a not in rec.mesh_sizes:

@@ -18,8 +18,10 @@ from fmeg.program.trace import record_flat
 def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *consts: Any) -> tuple[Any, Any]:
     """Run `carry, y = body(carry, x, *consts)` over the leading dimension of `xs`; returns (carry, stacked ys).
 
-    `xs` is a pytree of tensors with one leading size L >= 1 (the layers). The carry is a pytree of tensors that keeps its
-    structure, shapes and dtypes; `y` is one too, or None. In eager code a Python loop; in a traced one a single node whose
+    `xs` is a pytree of tensors with one leading size L >= 1 (the layers). The carry is a pytree of tensors that keeps
+    its
+    structure, shapes and dtypes; `y` is one too, or None. In eager code a Python loop; in a traced one a single node
+    whose
     body is traced once. Raises ValueError for xs that do not fit, TraceError for a body that breaks this contract.
 
     >>> import torch
@@ -40,7 +42,11 @@ def scan(body: Callable[..., tuple[Any, Any]], carry: Any, xs: Any, *consts: Any
         raise ValueError("scan: xs has a leading size of 0; there must be at least one step")
     (length,) = lengths
     rec = recorder.active()
-    if rec is None or torch._C._functorch.peek_interpreter_stack() is not None or any(_grad(x) for x in tree.leaves((carry, xs, consts))):
+    if (
+        rec is None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(_grad(x) for x in tree.leaves((carry, xs, consts)))
+    ):
         return _loop(body, carry, leaves, xs_tree, length, consts)
     return _record(rec, body, carry, leaves, xs_tree, length, consts)
 
@@ -53,7 +59,10 @@ def _tensors(values: Any, what: str) -> None:
     for path, x in zip(tree.paths(values), tree.leaves(values), strict=True):
         if not isinstance(x, torch.Tensor):
             where = f"{what}.{path}" if path else what
-            raise TraceError(f"scan: {where} must be a tensor, given {x!r}; use torch.tensor({x!r}), or a constant closed over by the body")
+            raise TraceError(
+                f"scan: {where} must be a tensor, given {x!r}; use torch.tensor({x!r}), or a constant closed over by "
+                "the body"
+            )
 
 
 def _checked(out: Any, carry: Any) -> tuple[Any, Any]:
@@ -63,13 +72,17 @@ def _checked(out: Any, carry: Any) -> tuple[Any, Any]:
     new, y = out
     old_tree, new_tree = tree.structure(carry), tree.structure(new)
     if new_tree != old_tree:
-        raise TraceError(f"scan: the body returns a carry of structure {new_tree}, but it began as {old_tree}; return the structure that the body was given")
+        raise TraceError(
+            f"scan: the body returns a carry of structure {new_tree}, but it began as {old_tree}; return the "
+            "structure that the body was given"
+        )
     _tensors(new, "the carry that the body returns")
     _tensors(y, "y")
     for path, a, b in zip(tree.paths(carry), tree.leaves(new), tree.leaves(carry), strict=True):
         if TensorType.of(a) != TensorType.of(b):
             raise TraceError(
-                f"scan: carry {path or '(whole)'} is {TensorType.of(b)} at the start but the body returns {TensorType.of(a)}; "
+                f"scan: carry {path or '(whole)'} is {TensorType.of(b)} at the start but the body returns "
+                f"{TensorType.of(a)}; "
                 "cast or reshape it so that both agree"
             )
     return new, y
@@ -88,7 +101,9 @@ def _named(name: str, part: Any) -> list[str]:
     return [f"{name}.{p}" if p else name for p in tree.paths(part)]
 
 
-def _record(rec: recorder.Recorder, body: Any, carry: Any, leaves: list, xs_tree: Any, length: int, consts: tuple) -> tuple[Any, Any]:
+def _record(
+    rec: recorder.Recorder, body: Any, carry: Any, leaves: list, xs_tree: Any, length: int, consts: tuple
+) -> tuple[Any, Any]:
     carry_leaves, carry_tree = tree.flatten(carry)
     const_leaves, const_tree = tree.flatten(consts)
     static = [not isinstance(c, torch.Tensor) for c in const_leaves]

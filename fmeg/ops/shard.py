@@ -33,7 +33,8 @@ def _recording() -> recorder.Recorder | None:
 
 
 def shard(x: torch.Tensor, spec: Any) -> torch.Tensor:
-    """Ask that `x` be placed as `spec` says: one entry a dimension, a logical or mesh axis name, a tuple of names, or None.
+    """Ask that `x` be placed as `spec` says: one entry a dimension, a logical or mesh axis name, a tuple of names, or
+    None.
 
     The identity on one device and in eager code. In a partitioned program the only way a model asks for a placement.
 
@@ -43,7 +44,10 @@ def shard(x: torch.Tensor, spec: Any) -> torch.Tensor:
     torch.Size([2, 3])
     """
     if len(spec) != x.ndim:
-        raise ShardingError(f"shard: {spec} has {len(spec)} entries for a tensor of {x.ndim} dimensions, shape {tuple(x.shape)}; give one entry a dimension")
+        raise ShardingError(
+            f"shard: {spec} has {len(spec)} entries for a tensor of {x.ndim} dimensions, shape {tuple(x.shape)}; give "
+            "one entry a dimension"
+        )
     rec = _recording()
     if rec is None:
         return x

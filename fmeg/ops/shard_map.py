@@ -37,12 +37,22 @@ class ShardMap:
         wrt = [i for i, w in enumerate(wanted) if w]
         outs = [i for i, c in enumerate(cts) if c is not None]
         joint = differentiate(self.body, wrt, outs, self.axis_sizes)
-        body = Program(joint.inputs, joint.nodes, joint.outputs[len(self.body.outputs) :], joint.names, f"{self.body.name}.backward")
+        body = Program(
+            joint.inputs,
+            joint.nodes,
+            joint.outputs[len(self.body.outputs) :],
+            joint.names,
+            f"{self.body.name}.backward",
+        )
         shares = [cts[i] / self._copies(self.out_specs[i]) for i in outs]
         specs = (*self.in_specs, *(self.out_specs[i] for i in outs))
         unseen = [frozenset(set(self.axis_sizes) - {a for d in self.in_specs[i] for a in d}) for i in wrt]
-        op = ShardMap(body, specs, tuple(self.in_specs[i] for i in wrt), tuple(unseen), self.axis_sizes, "shard_map_backward")
-        values = rec.emit(op, tuple(rec.value(t) for t in (*inputs, *shares)), {}, [TensorType.of(inputs[i]) for i in wrt])
+        op = ShardMap(
+            body, specs, tuple(self.in_specs[i] for i in wrt), tuple(unseen), self.axis_sizes, "shard_map_backward"
+        )
+        values = rec.emit(
+            op, tuple(rec.value(t) for t in (*inputs, *shares)), {}, [TensorType.of(inputs[i]) for i in wrt]
+        )
         grads: list[Any] = [None] * len(inputs)
         for i, v in zip(wrt, values, strict=True):
             grads[i] = rec.bind(rec.fake_like(v.type), v)
@@ -68,7 +78,8 @@ def local_shape(shape: Sequence[int], spec: DimAxes, sizes: Mapping[str, int], w
             parts *= sizes[a]
         if n % parts:
             raise ShardingError(
-                f"shard_map: {what} of shape {tuple(shape)} has dimension {d} of size {n}, which its spec puts on {axes} of size {parts}, but {parts} does not evenly divide {n}. "
+                f"shard_map: {what} of shape {tuple(shape)} has dimension {d} of size {n}, which its spec puts on "
+                f"{axes} of size {parts}, but {parts} does not evenly divide {n}. "
                 "Change the spec or the mesh, or pad the dimension"
             )
         out.append(n // parts)
@@ -76,17 +87,31 @@ def local_shape(shape: Sequence[int], spec: DimAxes, sizes: Mapping[str, int], w
 
 
 def record_shard_map(
-    rec: Recorder, fn: Any, tensors: Sequence[torch.Tensor], in_specs: Sequence[DimAxes], out_specs: Any, sizes: dict[str, int], name: str, shown: Sequence[str]
+    rec: Recorder,
+    fn: Any,
+    tensors: Sequence[torch.Tensor],
+    in_specs: Sequence[DimAxes],
+    out_specs: Any,
+    sizes: dict[str, int],
+    name: str,
+    shown: Sequence[str],
 ) -> list[torch.Tensor]:
-    """Trace `fn` (flat tensors -> flat tensors) at local shapes and record one node; `out_specs` maps results to specs."""
-    types = [TensorType(local_shape(t.shape, s, sizes, what), t.dtype) for t, s, what in zip(tensors, in_specs, shown, strict=True)]
+    """Trace `fn` (flat tensors -> flat tensors) at local shapes and record one node; `out_specs` maps results to
+    specs."""
+    types = [
+        TensorType(local_shape(t.shape, s, sizes, what), t.dtype)
+        for t, s, what in zip(tensors, in_specs, shown, strict=True)
+    ]
     inner, outs = record_flat(fn, types, parent=rec, name=name, mesh_sizes=sizes)
     captured = [t for t, _ in inner.captured]
     body = inner.program(outs)
     specs = out_specs(body.outputs)
     for i, (v, spec) in enumerate(zip(body.outputs, specs, strict=True)):
         if not isinstance(v, Value) or len(spec) != v.ndim:
-            raise ShardingError(f"shard_map: out_specs[{i}] is {spec}, but result {i} of {name} is {v!r}; give one entry a dimension of each tensor returned")
+            raise ShardingError(
+                f"shard_map: out_specs[{i}] is {spec}, but result {i} of {name} is {v!r}; give one entry a dimension "
+                "of each tensor returned"
+            )
     full = (*in_specs, *(((),) * t.ndim for t in captured))
     op = ShardMap(body, full, tuple(specs), (frozenset(),) * len(specs), dict(sizes))
     result_types = []

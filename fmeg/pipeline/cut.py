@@ -7,7 +7,8 @@ every stage runs the scan over its own layers. A value is, by what it depends on
     before   of both, ahead of the scan: the first stage has it; it travels as the scan's carry and in no other way
     after    of the scan: the last stage has it
 
-The backward pass follows: a stage runs the backward nodes whose operands it has. Where contributions are added, a stage adds
+The backward pass follows: a stage runs the backward nodes whose operands it has. Where contributions are added, a stage
+adds
 those it has, so that each use of a parameter is differentiated where it happens.
 """
 
@@ -31,8 +32,10 @@ aten = torch.ops.aten
 class Stage:
     """The pieces of one stage.
 
-    forward    inputs of the body, then incoming carries -> outgoing carries (none in the last stage), sums (in the last), residuals
-    backward   inputs of the body, then residuals, then incoming cotangents (none in the last) -> outgoing cotangents (none in
+    forward    inputs of the body, then incoming carries -> outgoing carries (none in the last stage), sums (in the
+               last), residuals
+    backward   inputs of the body, then residuals, then incoming cotangents (none in the last) -> outgoing cotangents
+               (none in
                the first), gradients
     sums       outputs of the body that `forward` gives, in order
     gradients  outputs of the body that `backward` gives, in order
@@ -64,7 +67,8 @@ class Cutter:
         backward = [n for n in body.nodes if isinstance(n.op, LocalScanBackward)]
         if len(forward) != 1 or len(backward) != 1:
             raise ScheduleError(
-                f"pipeline: the loss function must have one scan over the layers that is differentiated, found {len(forward)}; write the model's layers as one fmeg.scan"
+                "pipeline: the loss function must have one scan over the layers that is differentiated, found "
+                f"{len(forward)}; write the model's layers as one fmeg.scan"
             )
         self.scan, self.back = forward[0], backward[0]
         self.op: LocalScan = self.scan.op
@@ -142,7 +146,8 @@ class Cutter:
             if not self.has(v, first, last):
                 where = v.node.source if v.node is not None else v.name
                 raise ScheduleError(
-                    f"pipeline: the value made at {where} depends on parameters and on the batch, and is used again at {user.source}, on another stage. Only the scan's "
+                    f"pipeline: the value made at {where} depends on parameters and on the batch, and is used again "
+                    f"at {user.source}, on another stage. Only the scan's "
                     "carry travels between stages: make it part of the carry"
                 )
 
@@ -261,7 +266,8 @@ class _Backward:
         self._bring(handle)
         if self.layers[0] == self.layers[1] and consts and len(n.outs) > n.op.n_carry + n.op.n_ct_xs:
             raise ScheduleError(
-                "pipeline: a stage without layers cannot be differentiated by what the scan shares between layers; give every stage a layer"
+                "pipeline: a stage without layers cannot be differentiated by what the scan shares between layers; "
+                "give every stage a layer"
             )
         whole = self.cut.slices(xs, self.layers, self.swap, self.nodes)
         cts = self.cts_in or [self.swap.get(id(v), v) for v in ct_carries]

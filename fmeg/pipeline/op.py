@@ -30,7 +30,8 @@ TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Storage:
-    """How layers are stored along a mesh axis: `order` as in `Plan`; `stored` = (axis, layers, rows a rank) where uneven."""
+    """How layers are stored along a mesh axis: `order` as in `Plan`; `stored` = (axis, layers, rows a rank) where
+    uneven."""
 
     axis: str
     order: tuple[int, ...]
@@ -79,7 +80,8 @@ class Pipeline(Accumulate):
         scans = [n.op.pair.scan for n in self.body.nodes if isinstance(n.op, ScanForward)]
         if len(scans) != 1:
             raise ScheduleError(
-                f"pipeline: the loss function must have one scan over the layers that is differentiated, found {len(scans)}; write the model's layers as one fmeg.scan"
+                "pipeline: the loss function must have one scan over the layers that is differentiated, found "
+                f"{len(scans)}; write the model's layers as one fmeg.scan"
             )
         return scans[0]
 
@@ -94,7 +96,8 @@ class Pipeline(Accumulate):
             schedule.verify()
         if schedule.ranks != ranks or schedule.microbatches != self.steps:
             raise ScheduleError(
-                f"pipeline: the schedule {schedule.name!r} is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, but the mesh has {ranks} and value_and_grad "
+                f"pipeline: the schedule {schedule.name!r} is for {schedule.ranks} ranks and {schedule.microbatches} "
+                f"microbatches, but the mesh has {ranks} and value_and_grad "
                 f"has microbatches={self.steps}"
             )
         return plan(schedule, self.scan().length, self.stages, self._costs() if self.stages == "cost" else None)
@@ -170,7 +173,8 @@ class _Partition:
         stacked = frozenset(i for i, owner in op.owners.items() if owner in staged)
         if not staged:
             raise ScheduleError(
-                f'Layout: layers="{self.axis}" but no parameter has an axis `layers` in front; a pipeline needs stacked layers'
+                f'Layout: layers="{self.axis}" but no parameter has an axis `layers` in front; a pipeline needs '
+                "stacked layers"
             )
         local = LocalPipeline(
             body,

@@ -1,7 +1,9 @@
 """Running a schedule: workers that know no transport, and two ways to drive them.
 
-In one process a ready list runs, again and again, every rank's next action whose message has come: a schedule that deadlocks
-ends with a report of who waits for what. Across processes each runs its own list; messages are posted where the list says,
+In one process a ready list runs, again and again, every rank's next action whose message has come: a schedule that
+deadlocks
+ends with a report of who waits for what. Across processes each runs its own list; messages are posted where the list
+says,
 waited for by their consumer, sends at the end.
 """
 

@@ -22,9 +22,11 @@ def even(layers: int, stages: int) -> list[Span]:
 
 
 def by_cost(layers: int, stages: int, before: float, layer: float, after: float) -> list[Span]:
-    """The cut whose longest stage is shortest, when the embedding costs `before`, a layer `layer`, the head and loss `after`.
+    """The cut whose longest stage is shortest, when the embedding costs `before`, a layer `layer`, the head and loss
+    `after`.
 
-    Among such cuts, layers go to the earlier stages last, so that the later ones, which keep fewer activations, have more.
+    Among such cuts, layers go to the earlier stages last, so that the later ones, which keep fewer activations, have
+    more.
 
     >>> by_cost(8, 4, before=0.0, layer=1.0, after=2.0)
     [(0, 2), (2, 4), (4, 7), (7, 8)]
@@ -55,7 +57,8 @@ def by_cost(layers: int, stages: int, before: float, layer: float, after: float)
 
 
 def parse(text: str) -> list[int]:
-    """Layers of each stage from a drawing in Megatron's manner: `|` between stages, E the embedding, t a layer, L the loss, `*n`
+    """Layers of each stage from a drawing in Megatron's manner: `|` between stages, E the embedding, t a layer, L the
+    loss, `*n`
     repeats what is before it, parentheses group, commas mean nothing.
 
     >>> parse("Et*3|(tt|)*2,t|L")
@@ -116,7 +119,8 @@ def plan(
 ) -> Plan:
     """Lay out `layers` on the stages of a schedule.
 
-    stages  "even", "cost" (with `costs` of what is before, one layer, what is after), numbers of layers, or a drawing (`parse`)
+    stages  "even", "cost" (with `costs` of what is before, one layer, what is after), numbers of layers, or a drawing
+            (`parse`)
     """
     n = schedule.stages
     if stages == "even":
@@ -127,7 +131,8 @@ def plan(
         counts = parse(stages) if isinstance(stages, str) else list(stages)
         if len(counts) != n or sum(counts) != layers or min(counts) < 0:
             raise ScheduleError(
-                f"stages {stages!r} give {counts}, {sum(counts)} layers in {len(counts)} stages; the model has {layers} layers and the schedule {schedule.name!r} {n} stages"
+                f"stages {stages!r} give {counts}, {sum(counts)} layers in {len(counts)} stages; the model has "
+                f"{layers} layers and the schedule {schedule.name!r} {n} stages"
             )
         spans = _spans(counts)
     mine = [[i for s in schedule.stages_of(r) for i in range(*spans[s])] for r in range(schedule.ranks)]

@@ -1,7 +1,9 @@
 """Values that skip over stages travel with the carry.
 
-What depends on the batch alone, or on parameters alone, every stage can make for itself. What depends on both and is used by the
-scan as a constant, or again after it, must come along: it becomes one more carry that the body hands on unchanged. This is done
+What depends on the batch alone, or on parameters alone, every stage can make for itself. What depends on both and is
+used by the
+scan as a constant, or again after it, must come along: it becomes one more carry that the body hands on unchanged. This
+is done
 before differentiation, so its cotangent travels back by the same rule as any carry's.
 """
 

@@ -1,9 +1,11 @@
-"""The backward pass in two parts: I, what other stages wait for, and W, the gradients of weights, which nobody waits for.
+"""The backward pass in two parts: I, what other stages wait for, and W, the gradients of weights, which nobody waits
+for.
 
     I  everything that the cotangent which leaves depends on, and the gradients that cost little more (norms, biases)
     W  the rest; it repeats nothing of I: what it needs of I is handed over
 
-Small gradients go to I because what they need is larger than they are: without that a stage would hold more after I than before.
+Small gradients go to I because what they need is larger than they are: without that a stage would hold more after I
+than before.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def _is_heavy(n: Node) -> bool:
 
 @dataclass(eq=False)
 class ScanInputs:
-    """The I part of a `LocalScanBackward`: args as it has; results: its `early` outputs, and a handle for `ScanWeights`."""
+    """The I part of a `LocalScanBackward`: args as it has; results: its `early` outputs, and a handle for
+    `ScanWeights`."""
 
     scan: LocalScanBackward
     halves: Halves
@@ -179,7 +182,8 @@ def split_scan(program: Program) -> Program:
 
 
 def halve_stage(backward: Program, n_cts: int) -> Halves:
-    """I and W of a stage's backward piece, whose first `n_cts` outputs are the cotangents that leave. The first stage, which none
+    """I and W of a stage's backward piece, whose first `n_cts` outputs are the cotangents that leave. The first stage,
+    which none
     leaves, does in I what its layers' cotangents need all the same."""
     program = split_scan(backward)
     scan = next(n for n in program.nodes if isinstance(n.op, ScanInputs))

@@ -1,4 +1,5 @@
-"""`value_and_grad`: the loss Σ sums / Σ counts over the whole global batch, and its gradient, microbatch by microbatch."""
+"""`value_and_grad`: the loss Σ sums / Σ counts over the whole global batch, and its gradient, microbatch by
+microbatch."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ from fmeg.program.trace import argument_paths, record_flat
 
 LossFn = Callable[..., Any]
 CONTRACT = (
-    "a loss function must return (sum of losses, count), or ((sum, count), aux), or a list of (sum, count) pairs, or (list of pairs, aux), where sums and counts are "
-    "0-d tensors (a count may be a number) and aux is a dict of tensors or numbers, which are summed; division happens once, over the whole batch"
+    "a loss function must return (sum of losses, count), or ((sum, count), aux), or a list of (sum, count) pairs, or "
+    "(list of pairs, aux), where sums and counts are "
+    "0-d tensors (a count may be a number) and aux is a dict of tensors or numbers, which are summed; division "
+    "happens once, over the whole batch"
 )
 
 DEPENDS = (
-    "the count depends on the parameters; it must be a property of the batch (a number of tokens), since it is needed before the first "
+    "the count depends on the parameters; it must be a property of the batch (a number of tokens), since it is needed "
+    "before the first "
     "backward pass: use detach(), or return one sum with the count 1"
 )
 
@@ -72,19 +76,26 @@ def _inverse(count: torch.Tensor) -> torch.Tensor:
     return torch.where(count == 0, 0.0, torch.reciprocal(count))
 
 
-def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, schedule: str | Schedule | None = None, stages: str | Sequence[int] = "even") -> Callable[..., Any]:
+def value_and_grad(
+    loss_fn: LossFn,
+    *,
+    microbatches: int = 1,
+    schedule: str | Schedule | None = None,
+    stages: str | Sequence[int] = "even",
+) -> Callable[..., Any]:
     """Loss and gradient of `loss_fn(params, batch, *rest)` by `params`.
 
         loss = Σ_j sum_j / Σ_j count_j,        grads = d loss / d params
 
-    (summed over the pairs, if there are several) over microbatches j of the *global* batch: every tensor of `batch` with a dimension is cut along its first one, rows
-    j·B/M … (j+1)·B/M; `rest` is passed whole. Returns a function `(params, batch, *rest) -> ((loss, aux), grads)`, with
-    `aux["count"]` and the sums of the loss function's own aux. Leaves that are not float have the gradient None. A count of 0
-    (every token masked) gives loss 0 and gradients of zeros. A count may not depend on the parameters.
+    (summed over the pairs, if there are several) over microbatches j of the *global* batch: every tensor of `batch`
+    with a dimension is cut along its first one, rows j·B/M … (j+1)·B/M; `rest` is passed whole. Returns a function
+    `(params, batch, *rest) -> ((loss, aux), grads)`, with `aux["count"]` and the sums of the loss function's own aux.
+    Leaves that are not float have the gradient None. A count of 0 (every token masked) gives loss 0 and gradients of
+    zeros. A count may not depend on the parameters.
 
-    `schedule` (a name such as "1f1b", see `fmeg.pipeline`, or a Schedule) says how the microbatches run where the layout puts
-    `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by FLOPs, the head counted),
-    numbers such as (3, 3, 2), or a drawing such as "Et*3|t*3|ttL".
+    `schedule` (a name such as "1f1b", see `fmeg.pipeline`, or a Schedule) says how the microbatches run where the
+    layout puts `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by
+    FLOPs, the head counted), numbers such as (3, 3, 2), or a drawing such as "Et*3|t*3|ttL".
 
     Eager, it is `torch.autograd.grad` over detached leaves; traced (under `fmeg.jit`), a node that is differentiated
     first and partitioned after. Under an outer `torch.func` transform it stays differentiable.
@@ -120,7 +131,8 @@ def _rows(batch: Any, steps: int, name: str) -> None:
     for path, x in zip(tree.paths(batch), tree.leaves(batch), strict=True):
         if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] % steps:
             raise ShardingError(
-                f"value_and_grad({name}): {steps} microbatches do not divide the {x.shape[0]} rows of batch{'.' + path if path else ''}, shape "
+                f"value_and_grad({name}): {steps} microbatches do not divide the {x.shape[0]} rows of "
+                f"batch{'.' + path if path else ''}, shape "
                 f"{tuple(x.shape)}; choose a divisor of {x.shape[0]}, or pad the batch (with a loss mask of zeros)"
             )
 
@@ -154,7 +166,9 @@ def _eager(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, co
         reached = [(s, c) for s, c in zip(r.sums, inverse, strict=True) if s.requires_grad]
         got: Sequence[torch.Tensor | None] = [None] * len(floats)
         if reached:
-            got = torch.autograd.grad([s for s, _ in reached], [active[i] for i in floats], [c for _, c in reached], allow_unused=True)
+            got = torch.autograd.grad(
+                [s for s, _ in reached], [active[i] for i in floats], [c for _, c in reached], allow_unused=True
+            )
         grads = [g if s is None else s if g is None else s + g for s, g in zip(grads, got, strict=True)]
         now = [s.detach() for s in r.sums]
         sums = now if sums is None else [a + b for a, b in zip(sums, now, strict=True)]
@@ -175,7 +189,9 @@ def _counts(r: _Result, name: str) -> list[torch.Tensor]:
     return [torch.as_tensor(c, dtype=s.dtype, device=s.device).detach() for s, c in zip(r.sums, r.counts, strict=True)]
 
 
-def _count_first(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, counters: dict) -> list[torch.Tensor]:
+def _count_first(
+    loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, counters: dict
+) -> list[torch.Tensor]:
     """Counts of all microbatches, by the slice of the loss that computes them: needed before the first backward pass.
 
     A loss that cannot be traced (it is closed over tensors, or branches on data) is run forward instead.
@@ -243,14 +259,23 @@ def _loss_program(rec: Recorder | None, loss_fn: LossFn, params: Any, batch: Any
         it = iter(fakes)
         full = [next(it) if d else x for x, d in zip(leaves, dynamic, strict=True)]
         r = _parse(loss_fn(*_unpack(tree.unflatten(treedef, full))), _name(loss_fn))
-        counts = [c if isinstance(c, torch.Tensor) else torch.full((), float(c), dtype=s.dtype) for s, c in zip(r.sums, r.counts, strict=True)]
+        counts = [
+            c if isinstance(c, torch.Tensor) else torch.full((), float(c), dtype=s.dtype)
+            for s, c in zip(r.sums, r.counts, strict=True)
+        ]
         aux_leaves, info["aux_tree"] = tree.flatten(r.aux)
         info["n"] = len(r.sums)
         return [*r.sums, *(c.to(s.dtype) for s, c in zip(r.sums, counts, strict=True)), *aux_leaves]
 
     paths = argument_paths(loss_fn, (params, batch, *rest))
     names = [p for p, d in zip(paths, dynamic, strict=True) if d]
-    inner, outs = record_flat(flat, [TensorType.of(x) for x, d in zip(leaves, dynamic, strict=True) if d], names, parent=rec, name=_name(loss_fn))
+    inner, outs = record_flat(
+        flat,
+        [TensorType.of(x) for x, d in zip(leaves, dynamic, strict=True) if d],
+        names,
+        parent=rec,
+        name=_name(loss_fn),
+    )
     info["captured"] = [t for t, _ in inner.captured]
     program = inner.program(outs, names)
     program.check()
@@ -272,7 +297,16 @@ def _count_program(program: Program, n_params: int, name: str, n: int) -> Progra
     return Program(program.inputs, ancestors(program, list(counts)), tuple(counts), program.names, f"{name}.count")
 
 
-def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, schedule: str | Schedule | None, stages: str | Sequence[int]) -> Any:
+def _traced(
+    rec: Recorder,
+    loss_fn: LossFn,
+    steps: int,
+    params: Any,
+    batch: Any,
+    rest: tuple,
+    schedule: str | Schedule | None,
+    stages: str | Sequence[int],
+) -> Any:
     name = _name(loss_fn)
     _rows(batch, steps, name)
     p_leaves, p_tree = tree.flatten(params)
@@ -293,7 +327,9 @@ def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any,
     counts = _emit(rec, Accumulate(counter, steps, batched), args, [v.type for v in counter.outputs])
     inverse = [_inverse(c) for c in counts]
 
-    sums_only = Program(program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name)
+    sums_only = Program(
+        program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name
+    )
     wrt = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
     if schedule is not None:
         sums_only = carry_along(sums_only, range(len(p_tensors)))
@@ -312,7 +348,10 @@ def _traced(rec: Recorder, loss_fn: LossFn, steps: int, params: Any, batch: Any,
     by_use = list(zip(uses, outs[n + n_aux :], strict=True))
     with rec.marking(phase="B"):
         totals = [tree.sum([g for k, g in by_use if k == j]) for j in range(len(wrt))]
-        whole = [_emit(rec, GRADIENT, [rec.value(g), rec.value(p_tensors[i])], [TensorType.of(g)])[0] for i, g in zip(wrt, totals, strict=True)]
+        whole = [
+            _emit(rec, GRADIENT, [rec.value(g), rec.value(p_tensors[i])], [TensorType.of(g)])[0]
+            for i, g in zip(wrt, totals, strict=True)
+        ]
     by_index = dict(zip(wrt, whole, strict=True))
     it = iter(range(len(p_tensors)))
     grads = [by_index.get(next(it)) if isinstance(p, torch.Tensor) else None for p in p_leaves]

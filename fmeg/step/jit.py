@@ -12,8 +12,8 @@ import torch
 from fmeg import tree
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
-from fmeg.program.cost import Cost, cost
 from fmeg.pipeline.op import Pipeline, Storage
+from fmeg.program.cost import Cost, cost
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, SplitRows
@@ -95,7 +95,9 @@ class Compiled:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         low = self.lowered
-        values = [_place(x, p, low.mesh, b, low.order_of(p)) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)]
+        values = [
+            _place(x, p, low.mesh, b, low.order_of(p)) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)
+        ]
         for x, donated in zip(leaves, low.donated, strict=False):
             if donated and isinstance(x, Array):
                 x.give(low.name)
@@ -106,7 +108,9 @@ class Compiled:
             if placement is None:
                 results.append(got)
             else:
-                results.append(Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, low.order_of(placement)))
+                results.append(
+                    Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, low.order_of(placement))
+                )
         return tree.unflatten(low.traced.out_tree, results)
 
 
@@ -130,7 +134,17 @@ def _place(x: Any, p: Placement, mesh: Mesh, blocks: int, order: tuple[int, ...]
 class Jitted:
     """What `jit` returns: call it, or `.lower(*args)` to look before running."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, layout: Layout, axes: Mapping[str, Any], params: Sequence[str], out_axes: Any, strict: bool, donate: Sequence[str]):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        layout: Layout,
+        axes: Mapping[str, Any],
+        params: Sequence[str],
+        out_axes: Any,
+        strict: bool,
+        donate: Sequence[str],
+    ):
         self.fn, self.mesh, self.layout, self.strict = fn, mesh, layout, strict
         self.axes = {k: Axes.of(v) for k, v in axes.items()}
         self.params, self.out_axes, self.donate = tuple(params), out_axes, tuple(donate)
@@ -141,10 +155,16 @@ class Jitted:
             self.arg_names = []
         for name in self.axes:
             if self.arg_names and name not in self.arg_names:
-                raise ShardingError(f"jit({self.name}): axes are given for {name!r}, which is not a parameter; it has {', '.join(self.arg_names)}")
+                raise ShardingError(
+                    f"jit({self.name}): axes are given for {name!r}, which is not a parameter; it has "
+                    f"{', '.join(self.arg_names)}"
+                )
         for name in self.donate:
             if self.arg_names and name not in self.arg_names:
-                raise ShardingError(f"jit({self.name}): donate names {name!r}, which is not a parameter; it has {', '.join(self.arg_names)}")
+                raise ShardingError(
+                    f"jit({self.name}): donate names {name!r}, which is not a parameter; it has "
+                    f"{', '.join(self.arg_names)}"
+                )
         self._cache: dict[Any, Compiled] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -160,8 +180,22 @@ class Jitted:
         """Trace, differentiate and partition for these arguments (tensors, Arrays or TensorTypes)."""
         edge = [leaf for i, a in enumerate(args) for leaf in self._leaves(a, self._arg_name(i))]
         traced = trace(self.fn, *args)
-        lowered = partition(self.name, traced, edge, self._out_edge(traced, args), self.mesh, self.layout, self.strict, self._declared(args, traced))
-        lowered.donated = [self._arg_name(i) in self.donate for i, a in enumerate(args) for x in tree.leaves(a) if type_of(x) is not None]
+        lowered = partition(
+            self.name,
+            traced,
+            edge,
+            self._out_edge(traced, args),
+            self.mesh,
+            self.layout,
+            self.strict,
+            self._declared(args, traced),
+        )
+        lowered.donated = [
+            self._arg_name(i) in self.donate
+            for i, a in enumerate(args)
+            for x in tree.leaves(a)
+            if type_of(x) is not None
+        ]
         return lowered
 
     def _arg_name(self, i: int) -> str:
@@ -186,7 +220,8 @@ class Jitted:
         return out
 
     def _declared(self, args: Sequence[Any], traced: Traced) -> set[str] | None:
-        """All logical axes that the function knows of; None if it annotates nothing (an `init`), so that a shared layout may know more."""
+        """All logical axes that the function knows of; None if it annotates nothing (an `init`), so that a shared
+        layout may know more."""
         names = set(traced.declared_axes)
         if not names and not any(isinstance(n.op, Accumulate) for n in traced.program.nodes):
             return None
@@ -242,7 +277,8 @@ def state_leaves(state: TrainState, prefix: str) -> list[Leaf]:
 def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: str) -> Placement:
     """Placement of a leaf in a view. ShardingError in the style of JAX if a dimension does not divide.
 
-    Stacked layers that do not divide are whole in a function without a pipeline: which rank has which is for a schedule to say.
+    Stacked layers that do not divide are whole in a function without a pipeline: which rank has which is for a schedule
+    to say.
     """
     dims = resolve(leaf.axes, layout.view(view), sizes, f"{fn}: {leaf.path}")
     if leaf.axes and leaf.axes[0] == "layers" and local_size(leaf.type.shape[0], dims[0], sizes) is None:
@@ -252,8 +288,10 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
         if local_size(n, axes, sizes) is None:
             over = ", ".join(f"{a!r} (size {sizes[a]})" for a in axes)
             raise ShardingError(
-                f"jit({fn}): {leaf.path} of type {leaf.type} has logical axes {leaf.axes}; the {view} view puts axis {leaf.axes[d]!r} (dimension {d}, of size {n}) on "
-                f"the mesh axis {over}, but {parts} does not evenly divide {n}. Change the mesh or the layout, or pad the dimension by an amount that does not depend on the layout"
+                f"jit({fn}): {leaf.path} of type {leaf.type} has logical axes {leaf.axes}; the {view} view puts axis "
+                f"{leaf.axes[d]!r} (dimension {d}, of size {n}) on "
+                f"the mesh axis {over}, but {parts} does not evenly divide {n}. Change the mesh or the layout, or pad "
+                "the dimension by an amount that does not depend on the layout"
             )
     return Placement(dims)
 
@@ -285,7 +323,11 @@ def partition(
     inputs, placements = [], []
     for v, leaf, b in zip(program.inputs, edge, blocks, strict=True):
         rows = leaf.type.shape[0] // b if b > 1 else 0
-        shown = Leaf(leaf.path, TensorType((rows, *leaf.type.shape[1:]), leaf.type.dtype), leaf.role, leaf.axes) if b > 1 else leaf
+        shown = (
+            Leaf(leaf.path, TensorType((rows, *leaf.type.shape[1:]), leaf.type.dtype), leaf.role, leaf.axes)
+            if b > 1
+            else leaf
+        )
         home = place(shown, layout, sizes, _VIEW[leaf.role], name)
         placed = Placed(v.type, home, blocks=b)
         if leaf.role == "params":
@@ -320,14 +362,21 @@ _JOINED = {"all_reduce": ("gradient", "scalar", "output"), "reduce_scatter": ("g
 
 def _joinable(node: Node) -> bool:
     """Collectives of the step itself that may share one call: gradients, scalars, parameters on their way out."""
-    return isinstance(node.op, Collective) and len(node.outs) == 1 and node.tags.get("reason") in _JOINED.get(node.op.name, ())
+    return (
+        isinstance(node.op, Collective)
+        and len(node.outs) == 1
+        and node.tags.get("reason") in _JOINED.get(node.op.name, ())
+    )
 
 
 def _stages(program: Program, layout: Layout, sizes: Mapping[str, int]) -> Storage | None:
     """How a pipelined step stores its layers; None where that is in their own order."""
     found = {n.op.storage(layout.view("compute"), sizes) for n in program.nodes if isinstance(n.op, Pipeline)} - {None}
     if len(found) > 1:
-        raise ShardingError("jit: two pipelines in one function store the layers in different orders; give both the same schedule and stages")
+        raise ShardingError(
+            "jit: two pipelines in one function store the layers in different orders; give both the same schedule and "
+            "stages"
+        )
     return next(iter(found), None)
 
 
@@ -339,7 +388,10 @@ def _blocks(program: Program) -> list[int]:
             if id(v) in uses:
                 uses[id(v)].add(n.op.steps if isinstance(n.op, SplitRows) else 0)
     outputs = {id(v) for v in program.outputs if isinstance(v, Value)}
-    return [next(iter(u)) if len(u := uses[id(v)]) == 1 and 0 not in u and id(v) not in outputs else 1 for v in program.inputs]
+    return [
+        next(iter(u)) if len(u := uses[id(v)]) == 1 and 0 not in u and id(v) not in outputs else 1
+        for v in program.inputs
+    ]
 
 
 def jit(
@@ -357,12 +409,14 @@ def jit(
 
     mesh      where it runs; None: one device
     layout    which logical axis lives on which mesh axis; None: everything replicated
-    axes      logical axes of the arguments, by parameter name: trees of strings. A `TrainState` knows its own; an argument called
+    axes      logical axes of the arguments, by parameter name: trees of strings. A `TrainState` knows its own; an
+              argument called
               `batch` has ("batch", "seq", …) unless said otherwise; all else is replicated
     params    which arguments are parameters (placed by the layout's `params=` view and moved when used)
     out_axes  logical axes of the result (in the `params=` view), for functions that create parameters
     strict    refuse movements that nobody asked for
-    donate    arguments that the caller gives up: the memory of their Arrays is free once the step is done with them, and using
+    donate    arguments that the caller gives up: the memory of their Arrays is free once the step is done with them,
+              and using
               them again is an error. For `state = step(state, batch)`: two states never exist side by side
 
     Arguments are global tensors or Arrays; results are Arrays.
@@ -373,4 +427,13 @@ def jit(
     >>> float(f(torch.ones(4, 3)))
     24.0
     """
-    return Jitted(fn, mesh if mesh is not None else Mesh(backend="loop"), layout if layout is not None else Layout(), axes or {}, params, out_axes, strict, donate)
+    return Jitted(
+        fn,
+        mesh if mesh is not None else Mesh(backend="loop"),
+        layout if layout is not None else Layout(),
+        axes or {},
+        params,
+        out_axes,
+        strict,
+        donate,
+    )

@@ -20,7 +20,9 @@ def _spec(p: Any, mesh: Mesh, what: str) -> DimAxes:
     for e in p:
         for n in () if e is None else (e,) if isinstance(e, str) else e:
             if n not in mesh.sizes:
-                raise ShardingError(f"shard_map: {what} names the mesh axis {n!r}, but the mesh has {', '.join(mesh.axes) or 'none'}")
+                raise ShardingError(
+                    f"shard_map: {what} names the mesh axis {n!r}, but the mesh has {', '.join(mesh.axes) or 'none'}"
+                )
     return resolve(p, {}, {a: max(n, 2) for a, n in mesh.sizes.items()}, f"shard_map: {what}")
 
 
@@ -31,10 +33,13 @@ def _leaf(p: Any) -> bool:
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
     """`fn` on each rank's blocks, with the collectives of `fmeg.ops.collectives` inside.
 
-    in_specs   one `P` (or tree of them) an argument, of mesh axes; an argument is cut accordingly, replicated where None
-    out_specs  the same for the result; a result is taken to be equal on all ranks of a mesh axis that its spec leaves out
+    in_specs   one `P` (or tree of them) an argument, of mesh axes; an argument is cut accordingly, replicated where
+               None
+    out_specs  the same for the result; a result is taken to be equal on all ranks of a mesh axis that its spec leaves
+               out
 
-    Inside a function under `fmeg.jit` (same mesh) it is a node of the Program, and differentiable: its transpose sums the
+    Inside a function under `fmeg.jit` (same mesh) it is a node of the Program, and differentiable: its transpose sums
+    the
     cotangents of replicated inputs. Called on plain tensors it runs at once and returns global tensors.
 
     >>> from fmeg.ops.collectives import all_reduce
@@ -61,7 +66,10 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh, in_specs: Sequence[Any], ou
             for path, leaf, p in zip(tree.paths(a), tree.leaves(a), flat, strict=True):
                 what = f"args[{i}]{'.' + path if path else ''} of {name}"
                 if not isinstance(leaf, torch.Tensor) or len(p) != leaf.ndim:
-                    raise ShardingError(f"shard_map: {what} is {tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf!r}, but its spec is {p}; give one entry a dimension")
+                    raise ShardingError(
+                        f"shard_map: {what} is {tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf!r}, but "
+                        f"its spec is {p}; give one entry a dimension"
+                    )
                 specs.append(_spec(p, mesh, f"in_specs[{i}]"))
                 shown.append(what)
         box: list[Any] = []
@@ -74,7 +82,9 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh, in_specs: Sequence[Any], ou
         def out(values: Sequence[Any]) -> list[DimAxes]:
             flat = [out_specs] * len(values) if _leaf(out_specs) else tree.leaves(out_specs, is_leaf=_leaf)
             if len(flat) != len(values):
-                raise ShardingError(f"shard_map({name}): {len(flat)} out_specs for {len(values)} results; give one each")
+                raise ShardingError(
+                    f"shard_map({name}): {len(flat)} out_specs for {len(values)} results; give one each"
+                )
             return [_spec(p, mesh, f"out_specs[{i}]") for i, p in enumerate(flat)]
 
         outs = record_shard_map(rec, flat_fn, leaves, specs, out, dict(mesh.sizes), name, shown)

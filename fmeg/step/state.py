@@ -37,7 +37,11 @@ class Axes:
         """
         best: tuple[str, tuple[str | None, ...]] | None = None
         for p, names in self.table:
-            if len(names) == ndim and (path == p or p == "" or path.endswith("." + p)) and (best is None or len(p) > len(best[0])):
+            if (
+                len(names) == ndim
+                and (path == p or p == "" or path.endswith("." + p))
+                and (best is None or len(p) > len(best[0]))
+            ):
                 best = (p, names)
         return best[1] if best else None
 
@@ -77,8 +81,12 @@ def check_axes(params: Any, axes: Axes) -> None:
     for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
         names = table.pop(path, None)
         if names is None:
-            raise ValueError(f"the tree of logical axes has no entry for parameter {path!r}; give one such as 'embed ff'")
+            raise ValueError(
+                f"the tree of logical axes has no entry for parameter {path!r}; give one such as 'embed ff'"
+            )
         if len(names) != len(leaf.shape):
-            raise ValueError(f"parameter {path!r} has shape {tuple(leaf.shape)} but logical axes {names}; give one name a dimension")
+            raise ValueError(
+                f"parameter {path!r} has shape {tuple(leaf.shape)} but logical axes {names}; give one name a dimension"
+            )
     if table:
         raise ValueError(f"logical axes are given for {', '.join(map(repr, table))}, which are not parameters")

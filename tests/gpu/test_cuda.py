@@ -1,4 +1,5 @@
-"""The same code on a GPU: equal to the CPU in float64, on one device and on virtual meshes; bf16 near it; NCCL in a group of one."""
+"""The same code on a GPU: equal to the CPU in float64, on one device and on virtual meshes; bf16 near it; NCCL in a
+group of one."""
 
 from __future__ import annotations
 

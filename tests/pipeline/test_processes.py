@@ -1,4 +1,5 @@
-"""Four Gloo processes run the same action lists, and get the bits of the virtual mesh; a lost message ends with a report."""
+"""Four Gloo processes run the same action lists, and get the bits of the virtual mesh; a lost message ends with a
+report."""
 
 from __future__ import annotations
 
