@@ -1,8 +1,8 @@
 """Runs a schedule with its sends and receives written out: values are terms, ranks go on in random order.
 
-A rank sends into a channel's queue while the queue holds less than the receiver's posted receives plus `capacity`; a receive
-is bound to the oldest message of its channel that none is bound to; who consumes it waits for it. No tags: an order in
-which the ends disagree gives the wrong term. Deliberately another way to say what `fmeg.pipeline.order` says by a graph.
+A rank sends into a channel while that holds fewer messages than the receiver has posted receives, plus `capacity`; a
+receive is bound to the oldest message of its channel that none is bound to; who consumes it waits for it. No tags:
+where the ends disagree on the order, terms are wrong. It says in another way what `fmeg.pipeline.order` says by graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Stuck(Exception):
 
 
 def run(schedule: Schedule, capacity: int | None = None, seed: int = 0) -> dict[int, Any]:
-    """The gradient of each stage, as the list of what was added to it. Stuck, or KeyError where something is not there."""
+    """What was added to the gradient of each stage, in order. Stuck, or KeyError where something is not there."""
     ranks = [_Rank(schedule, r) for r in range(schedule.ranks)]
     channels: dict[tuple[int, int], list[Any]] = {}
     posted: dict[tuple[int, int], int] = {}
