@@ -34,6 +34,7 @@ class Report:
         self.records: list[dict[str, float]] = []
         self.evals: list[dict[str, float]] = []
         self.seconds: list[float] = []
+        self.final: float | None = None
         self.console = Console(quiet=quiet, highlight=False)
         self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -86,14 +87,15 @@ class Report:
 
     def held_out(self, step: int, bits_per_byte: float, final: bool = False) -> None:
         """Bits per byte of held-out files after a step: of some rows, or `final`, of all (unless stopped)."""
-        self.evals.append({"step": step, "bits_per_byte": bits_per_byte})
+        if final:
+            self.final = bits_per_byte
+        else:
+            self.evals.append({"step": step, "bits_per_byte": bits_per_byte})
         self._write({"step": step, "bits_per_byte": bits_per_byte, "final": final})
         if self.live.is_started:
             self.live.update(self._view())
         else:
             self.console.print(f"step {step}/{self.steps}  bits per byte {bits_per_byte:.4f}")
-        if final:
-            self.final = bits_per_byte
 
     def sample(self, text: str) -> None:
         """Text that the model wrote."""
@@ -103,6 +105,7 @@ class Report:
     def summary(self) -> None:
         """Bits per byte beside the baselines."""
         table = Table("held-out files", "bits per byte", box=None)
+        assert self.final is not None, "held_out(…, final=True) comes before the summary"
         rows = sorted([*self.baselines.items(), ("this model", self.final)], key=lambda x: x[1])
         for name, value in rows:
             table.add_row(name, f"{value:.4f}", style="bold" if name == "this model" else "")
@@ -126,9 +129,10 @@ class Report:
         left.plot(steps, losses, color="0.75", linewidth=0.8)
         left.plot(steps, smooth(losses), color="C0")
         left.set(xlabel="step", ylabel="training loss (nats a token)")
-        right.plot(
-            [e["step"] for e in self.evals], [e["bits_per_byte"] for e in self.evals], "o-", color="C0", label="model"
-        )
+        steps, bits = [e["step"] for e in self.evals], [e["bits_per_byte"] for e in self.evals]
+        right.plot(steps, bits, "o-", color="C0", label="model, on some rows")
+        if self.final is not None:
+            right.plot([len(self.records)], [self.final], "*", color="C3", markersize=12, label="model, at the end")
         for i, (name, value) in enumerate(self.baselines.items()):
             right.axhline(value, linestyle="--", color=f"C{i + 1}", label=name)
         right.set(xlabel="step", ylabel="bits per byte of held-out files", ylim=(0, None))
@@ -146,7 +150,8 @@ class Report:
         grid = Table.grid(padding=(0, 3))
         if self.records:
             last = self.records[-1]
-            bits = f"{self.evals[-1]['bits_per_byte']:.3f}" if self.evals else "…"
+            known = self.final or (self.evals[-1]["bits_per_byte"] if self.evals else None)
+            bits = "…" if known is None else f"{known:.3f}"
             others = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
             speed = sum(r["tokens_per_second"] for r in self.records[-10:]) / len(self.records[-10:])
             grid.add_row(
