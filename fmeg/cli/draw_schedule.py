@@ -25,7 +25,7 @@ def draw_schedule(
     input_gradient: float = 1.0,
     weight_gradient: float = 1.0,
     hop: float = 0.0,
-    out_: Annotated[Path | None, tyro.conf.arg(name="out")] = None,
+    out_: Annotated[Path | None, tyro.conf.arg(name="out", help="File to write: .svg, or .png of one schedule.")] = None,
     text: bool = False,
 ) -> int:
     """Draw pipeline schedules, below each other, with their bubbles and peaks.
@@ -41,7 +41,6 @@ def draw_schedule(
         input_gradient: Cost of the backward of the inputs.
         weight_gradient: Cost of the backward of the weights.
         hop: Cost of a message between ranks.
-        out: File to write: .svg, or .png with one schedule.
         text: Print the actions, a line a rank, and nothing else.
     """
     costs = Costs(forward, input_gradient + weight_gradient, input_gradient, weight_gradient, hop)
