@@ -25,7 +25,7 @@ def draw_schedule(
     input_gradient: float = 1.0,
     weight_gradient: float = 1.0,
     hop: float = 0.0,
-    out_: Annotated[Path | None, tyro.conf.arg(name="out", help="File to write: .svg, or .png of one schedule.")] = None,
+    out_: Annotated[Path | None, tyro.conf.arg(name="out", help="File to write: .svg, or one .png.")] = None,
     text: bool = False,
 ) -> int:
     """Draw pipeline schedules, below each other, with their bubbles and peaks.
