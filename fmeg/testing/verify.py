@@ -1,0 +1,204 @@
+"""Every layout of a matrix against one device: loss, gradients, and parameters after optimizer steps, in float64."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from fmeg import optim, random, tree
+from fmeg.models import model_of, presets
+from fmeg.step import TrainState, jit, value_and_grad
+from fmeg.testing.equivalent import errors
+from fmeg.testing.matrix import Case, cases
+
+BATCH, SEQ, STEPS, TOLERANCE = 8, 16, 3, 1e-10
+DEFAULT = "tricky-llama"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a case gave. Errors are relative: of the loss at any step, of the worst gradient leaf of the first step, of
+    the worst parameter after all steps. `error` is the text of an exception, which counts as a failure."""
+
+    name: str
+    mesh: dict[str, int]
+    layout: str
+    microbatches: int
+    schedule: str | None
+    collectives: dict[str, int]
+    loss_error: float
+    grad_error: float
+    params_error: float
+    worst_grad: str
+    ok: bool
+    error: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss_error, self.grad_error, self.params_error)
+
+
+def shrink(cfg: Any) -> Any:
+    """A preset's config at the size of a test, in float64: its traits stay, its sizes go.
+
+    Grouped-query attention keeps its kind with 8 query heads and 4 key heads; the vocabulary becomes prime, and padded;
+    a window becomes 5; weights start larger, so that no gradient is lost in the embedding's.
+
+    >>> shrink(presets.get("mistral-7b")).window
+    5
+    """
+    new: dict[str, Any] = dict(embed=16, layers=2, heads=8, head_dim=4, ff=32, max_seq=SEQ, vocab_size=61)
+    new |= dict(vocab_multiple=8, dtype=torch.float64, compute_dtype=None, init_std=0.3)
+    have = {f.name for f in fields(cfg)}
+    if "kv_heads" in have:
+        new["kv_heads"] = 8 if cfg.kv_heads == cfg.heads else 4
+    if getattr(cfg, "window", None) is not None:
+        new["window"] = 5
+    return replace(cfg, **new)
+
+
+def config(name: str = DEFAULT) -> Any:
+    """The shrunk preset of that name; by default a Llama with all that is easy to get wrong.
+
+    Default: grouped-query attention, norms on queries and keys, a z-loss, a padded prime vocabulary, an untied head.
+    """
+    if name == DEFAULT:
+        return replace(shrink(presets.get("tiny")), qk_norm=True, z_loss=1e-3)
+    return shrink(presets.get(name))
+
+
+def sizes_of(cfg: Any) -> dict[str, int]:
+    """Sizes of the logical axes of a model and its batch."""
+    return {**cfg.sizes, "batch": BATCH, "seq": SEQ, "res_seq": SEQ}
+
+
+def make_batch(cfg: Any, rows: int = BATCH, seq: int = SEQ, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tokens and targets, and a mask that leaves out some, so that no two ranks count the same."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(cfg.vocab_size, (rows, seq), generator=g) for _ in range(2))
+    return {"tokens": tokens, "targets": targets, "mask": (torch.rand(rows, seq, generator=g) < 0.7).double()}
+
+
+def keep_gradients() -> optim.Optimizer:
+    """Passes gradients through and keeps them as its state: what a step's gradient was can be read off the new state.
+
+    They lie where the optimizer's state lies, so reading them adds no collective.
+    """
+    return optim.Optimizer(lambda params: tree.map(torch.zeros_like, params), lambda g, state, params=None: (g, g))
+
+
+def make_params(cfg: Any, seed: int = 0) -> Any:
+    """Initial parameters with noise on each: norms of ones and biases of zeros would hide what goes wrong."""
+    key = random.key(seed)
+    noise = lambda path, p: p + 0.1 * random.normal(random.fold_in(key, f"noise on {path}"), p.shape, dtype=p.dtype)
+    return tree.map_with_path(noise, model_of(cfg).init(key, cfg))
+
+
+def make_state(cfg: Any, optimizer: optim.Optimizer, seed: int = 0) -> TrainState:
+    return TrainState.create(make_params(cfg, seed), optimizer, model_of(cfg).logical_axes(cfg))
+
+
+def make_step(cfg: Any, optimizer: optim.Optimizer, microbatches: int = 1) -> Any:
+    """`(state, batch) -> (state, {"loss", "count"})`: one optimizer step of a model of the library."""
+    model = model_of(cfg)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        grad = value_and_grad(lambda params, part: model.loss(params, part, cfg), microbatches=microbatches)
+        (loss, aux), grads = grad(state.params, batch)
+        updates, opt = optimizer.update(grads, state.opt, state.params)
+        return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss, **aux}
+
+    return step
+
+
+def optimizer_under_test() -> optim.Optimizer:
+    """Gradients as they come, then clipping that is always active, then AdamW."""
+    return optim.chain(keep_gradients(), optim.clip_by_global_norm(0.1), optim.adamw(3e-3))
+
+
+def run_steps(step: Any, state: TrainState, batch: Any, steps: int) -> list[tuple[TrainState, dict[str, Any]]]:
+    """States and metrics after each step."""
+    out = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        out.append((state, metrics))
+    return out
+
+
+@cache
+def on_one_device(cfg: Any, microbatches: int, steps: int) -> list[tuple[TrainState, dict[str, Any]]]:
+    """What a case must equal: `steps` steps eagerly. Computed once."""
+    opt = optimizer_under_test()
+    return run_steps(make_step(cfg, opt, microbatches), make_state(cfg, opt), make_batch(cfg), steps)
+
+
+def check(case: Case, cfg: Any, steps: int = STEPS, tolerance: float = TOLERANCE) -> Row:
+    """Run a case: `steps` optimizer steps on the mesh under strict, against the same steps eagerly on one device."""
+    about: dict[str, Any] = dict(name=case.name, mesh=dict(case.mesh.sizes), layout=repr(case.layout))
+    about |= dict(microbatches=case.microbatches, schedule=case.schedule)
+    try:
+        want = on_one_device(cfg, case.microbatches, steps)
+        opt = optimizer_under_test()
+        state, batch = make_state(cfg, opt), make_batch(cfg)
+        step = jit(make_step(cfg, opt, case.microbatches), mesh=case.mesh, layout=case.layout, strict=True)
+        lowered = step.lower(state, batch)
+        run = lowered.compile()
+        got = run_steps(lambda *args: run(tree.leaves(args)), state, batch, steps)
+    except Exception as e:
+        failed: dict[str, Any] = dict.fromkeys(("loss_error", "grad_error", "params_error"), math.inf)
+        return Row(**about, **failed, collectives={}, worst_grad="", ok=False, error=f"{type(e).__name__}: {e}")
+    loss = max(max(errors(g[1], w[1]).values()) for g, w in zip(got, want, strict=True))
+    grads = errors(got[0][0].opt[0], want[0][0].opt[0])
+    worst = max(grads, key=lambda path: grads[path])
+    params = max(errors(got[-1][0].params, want[-1][0].params).values())
+    found: dict[str, Any] = dict(loss_error=loss, grad_error=grads[worst], params_error=params)
+    ok = max(found.values()) <= tolerance
+    return Row(**about, **found, collectives=lowered.explain().executed(), worst_grad=worst, ok=ok)
+
+
+def _work(case: Case, cfg: Any, steps: int, tolerance: float) -> Row:
+    torch.set_num_threads(1)
+    return check(case, cfg, steps, tolerance)
+
+
+def verify(
+    cfg: Any,
+    matrix: Sequence[Case] | None = None,
+    *,
+    devices: int = 16,
+    steps: int = STEPS,
+    tolerance: float = TOLERANCE,
+    workers: int = 1,
+) -> Iterator[Row]:
+    """Check every case of a matrix (default: `cases` of the model's sizes, on meshes up to `devices`), in order.
+
+    workers   processes; 1 runs here
+
+    >>> row, = verify(config("tiny"), list(cases(sizes_of(config("tiny"))))[:1], steps=1)
+    >>> row.name, row.ok
+    ('one device', True)
+    """
+    todo = list(cases(sizes_of(cfg), devices) if matrix is None else matrix)
+    one = partial(_work, cfg=cfg, steps=steps, tolerance=tolerance)
+    if workers == 1:
+        yield from (check(case, cfg, steps, tolerance) for case in todo)
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(one, todo)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """One object: every row, and the largest error of all with the row it is in."""
+    worst = max(rows, key=lambda row: row.worst, default=None)
+    return {
+        "rows": [asdict(row) for row in rows],
+        "worst": None if worst is None else {"name": worst.name, "error": worst.worst},
+        "ok": all(row.ok for row in rows),
+    }
