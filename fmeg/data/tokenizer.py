@@ -34,7 +34,7 @@ class Bpe:
     @cached_property
     def token_bytes(self) -> np.ndarray:
         """How many bytes of text each token stands for, int64 [vocab_size]; the separator for none."""
-        lengths = [len(self.inner.id_to_token(i)) for i in range(self.separator)]  # one character a byte
+        lengths = [len(self.inner.id_to_token(i) or "") for i in range(self.separator)]  # one character a byte
         return np.array([*lengths, 0], dtype=np.int64)
 
     def encode(self, text: str) -> np.ndarray:

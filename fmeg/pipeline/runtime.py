@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from fmeg.pipeline.cut import Stage
 from fmeg.pipeline.errors import ScheduleError
+from fmeg.pipeline.record import begin
 from fmeg.pipeline.schedule import Action, Schedule
-from fmeg.pipeline.transport import RealRanks, VirtualRanks
+from fmeg.pipeline.transport import RealRanks
 from fmeg.pipeline.weights import Halves, used_inputs
 from fmeg.sharding.buffers import Sum
 from fmeg.sharding.execute import Executable
@@ -55,7 +56,7 @@ class Worker:
 
     def forward(self, s: int, j: int, carries: Sequence[Any]) -> list[Any]:
         """F: the carries that leave."""
-        stage = self.stages[s]
+        stage = self._mine(s)
         got = self.pieces[s].forward.run([*self.inputs[s][j], *carries])
         n = 0 if stage.last else stage.n_carry
         for out, value in zip(stage.sums, got[n : n + len(stage.sums)], strict=True):
@@ -66,19 +67,20 @@ class Worker:
 
     def backward(self, s: int, j: int, cts: Sequence[Any]) -> list[Any]:
         """B: the cotangents that leave."""
-        stage = self.stages[s]
+        stage = self._mine(s)
         piece = self.pieces[s].backward
         assert piece is not None
-        got = piece.run([*self.inputs[s][j], *self.kept.pop((s, j)), *cts])
+        got = piece.run([*self.inputs[s][j], *_taken(self.kept, s, j, "F"), *cts])
         n = len(got) - len(stage.gradients)
         self._add(s, range(n, len(got)), got[n:])
         return got[:n]
 
     def input_gradient(self, s: int, j: int, cts: Sequence[Any]) -> list[Any]:
         """I: the cotangents that leave; what W needs is kept."""
+        self._mine(s)
         p = self.pieces[s]
         assert p.inputs is not None and p.halves is not None
-        given = [*self.inputs[s][j], *self.kept.pop((s, j)), *cts]
+        given = [*self.inputs[s][j], *_taken(self.kept, s, j, "F"), *cts]
         n_in = len(given)
         held = {k: given[k] for k in used_inputs(p.halves.second, n_in)}
         got = p.inputs.run(given)
@@ -90,9 +92,21 @@ class Worker:
 
     def weight_gradient(self, s: int, j: int) -> None:
         """W: the gradients that were left."""
+        self._mine(s)
         p = self.pieces[s]
         assert p.weights is not None and p.halves is not None
-        self._add(s, p.halves.late, p.weights.run(self.late.pop((s, j))))
+        self._add(s, p.halves.late, p.weights.run(_taken(self.late, s, j, "I")))
+
+    def check_done(self) -> None:
+        """Nothing that was kept is left."""
+        left = [f"{s}{kind}{j}" for kind, kept in (("F", self.kept), ("I", self.late)) for s, j in kept]
+        if left:
+            raise ScheduleError(f"at the end no backward has used what was kept by {', '.join(left)}")
+
+    def _mine(self, s: int) -> Stage:
+        if s not in self.stages:
+            raise ScheduleError(f"stage {s} is not on this rank, which has {', '.join(map(str, self.stages))}")
+        return self.stages[s]
 
     def _n_cts(self, s: int) -> int:
         return 0 if self.stages[s].first else self.stages[s].n_carry
@@ -104,6 +118,12 @@ class Worker:
             if value is None:  # of a stage without layers
                 continue
             self.gradients.setdefault((gradients[k - n], s), Sum(self.backend)).add(value)
+
+
+def _taken(kept: dict[tuple[int, int], list[Any]], s: int, j: int, maker: str) -> list[Any]:
+    if (s, j) not in kept:
+        raise ScheduleError(f"it needs what {s}{maker}{j} keeps, which has not run, or was used already")
+    return kept.pop((s, j))
 
 
 def _wants(a: Action, stages: int) -> Key | None:
@@ -137,9 +157,25 @@ def _act(worker: Worker, a: Action, message: Sequence[Any]) -> list[Any]:
     raise ScheduleError(f"pipeline: the runtime has no action {a.kind} ({a})")
 
 
-def run_virtual(schedule: Schedule, workers: Sequence[Worker], ranks: VirtualRanks) -> None:
-    """All ranks in this process, by a ready list."""
-    lists = schedule.compute().actions
+def _waits(schedule: Schedule, a: Action, want: Key) -> str:
+    """What an action waits for, in words."""
+    kind, stage, j = want
+    source = stage - 1 if kind == "F" else stage + 1
+    what = "the activation" if kind == "F" else "the cotangent"
+    kinds = "F" if kind == "F" else "BI"
+    makers = [
+        f"{made} of rank {r} (action {i})"
+        for r, line in enumerate(schedule.actions)
+        for i, made in enumerate(line)
+        if made.stage == source and made.microbatch == j and made.kind in kinds
+    ]
+    return f"{a} waits for {what} of {' or '.join(makers) or f'{source}{kinds[0]}{j}, which no rank runs'}"
+
+
+def run_virtual(schedule: Schedule, workers: Sequence[Worker]) -> None:
+    """All ranks in this process, by a ready list. `schedule`: F, B, I and W alone."""
+    lists, run = schedule.actions, begin(schedule)
+    acts = [_act if run is None else run.watch(r, w, _act) for r, w in enumerate(workers)]
     at = [0] * len(lists)
     mail: dict[Key, list[Any]] = {}
     while any(i < len(line) for i, line in zip(at, lists, strict=True)):
@@ -150,7 +186,10 @@ def run_virtual(schedule: Schedule, workers: Sequence[Worker], ranks: VirtualRan
                 want = _wants(a, schedule.stages)
                 if want is not None and want not in mail:
                     break
-                out = _act(workers[r], a, mail.pop(want) if want is not None else [])
+                try:
+                    out = acts[r](workers[r], a, mail.pop(want) if want is not None else [])
+                except ScheduleError as e:
+                    raise ScheduleError(f"pipeline: rank {r} at {a} (action {at[r]} of {len(line)}): {e}") from None
                 give = _gives(a, schedule.stages)
                 if give is not None:
                     mail[give] = out
@@ -158,28 +197,42 @@ def run_virtual(schedule: Schedule, workers: Sequence[Worker], ranks: VirtualRan
                 progress = True
         if not progress:
             waits = [
-                f"rank {r} at {line[i]} ({i + 1}/{len(line)}) waits for {_wants(line[i], schedule.stages)}"
+                f"rank {r} at action {i} of {len(line)}: {_waits(schedule, line[i], want)}"
                 for r, (i, line) in enumerate(zip(at, lists, strict=True))
-                if i < len(line)
+                if i < len(line) and (want := _wants(line[i], schedule.stages)) is not None
             ]
             raise ScheduleError("pipeline: deadlock. " + "; ".join(waits))
+    for r, w in enumerate(workers):
+        _done(r, w)
+    if mail:
+        kind, stage, j = next(iter(mail))
+        raise ScheduleError(f"pipeline: at the end {stage}{kind}{j} has not run, for which there is a message")
+
+
+def _done(rank: int, worker: Worker) -> None:
+    try:
+        worker.check_done()
+    except ScheduleError as e:
+        raise ScheduleError(f"pipeline: rank {rank}: {e}") from None
 
 
 def run_real(
     schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequence[torch.Tensor], timeout: timedelta
 ) -> None:
-    """This process's rank. `carries`: empty tensors like what travels between stages."""
+    """This process's rank. `schedule`: with messages; `carries`: empty tensors like what travels between stages."""
     me = ranks.mine[0]
-    lists = schedule.compute().with_messages().actions
+    line = schedule.actions[me]
+    run = begin(schedule, tuple(ranks.peer(r) for r in range(schedule.ranks)))
+    act = _act if run is None else run.watch(me, worker, _act)
     arrived: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
     local: dict[Key, list[Any]] = {}
     sent: list[tuple[Any, torch.Tensor]] = []
-    for i, a in enumerate(lists[me]):
+    for i, a in enumerate(line):
         try:
             if a.kind in ("RECV_F", "RECV_B"):
                 source = schedule.rank_of[a.stage - 1 if a.kind == "RECV_F" else a.stage + 1]
                 buffers = [torch.empty_like(c) for c in carries]
-                works = [dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)]
+                works: list[Any] = [dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)]
                 arrived[a.kind[-1], a.stage, a.microbatch] = (works, buffers)
             elif a.kind in ("SEND_F", "SEND_B"):
                 to = a.stage + 1 if a.kind == "SEND_F" else a.stage - 1
@@ -200,17 +253,21 @@ def run_real(
                     for w in works:
                         w.wait(timeout)
                 give = _gives(a, schedule.stages)
-                out = _act(worker, a, message)
+                out = act(worker, a, message)
                 if give is not None:
                     local[give] = out
         except RuntimeError as e:
             raise ScheduleError(
-                f"pipeline: rank {me} at {a} ({i + 1}/{len(lists[me])}) failed or waited longer than {timeout}: {e}"
+                f"pipeline: rank {me} at {a} ({i + 1}/{len(line)}) failed or waited longer than {timeout}: {e}"
             ) from e
-    for work, _ in sent:
-        work.wait(timeout)
+    try:
+        for work, _ in sent:
+            work.wait(timeout)
+    except RuntimeError as e:
+        raise ScheduleError(f"pipeline: rank {me} sent what was not received within {timeout}: {e}") from e
+    _done(me, worker)
 
 
 def _tag(receive: Action, k: int, schedule: Schedule) -> int:
     """A tag for the k-th tensor of a message, the same on both sides."""
-    return ((receive.microbatch * schedule.stages + receive.stage) * 2 + (receive.kind == "RECV_B")) * 8 + k
+    return ((receive.microbatch * schedule.stages + receive.stage) * 2 + (receive.kind == "RECV_B")) * 64 + k

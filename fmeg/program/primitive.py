@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fmeg.program import recorder
+from fmeg.program.recorder import active
 from fmeg.program.ir import Node
 from fmeg.program.rule import Rule
 
@@ -42,7 +42,7 @@ class Primitive:
     fake: Callable[..., Any] | None = None  # shape function on fake tensors; None: the reference
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rec = recorder.active()
+        rec = active()
         if rec is None or torch._C._functorch.peek_interpreter_stack() is not None or _needs_grad(args, kwargs):
             return self.reference(*args, **kwargs)
         return rec.record(self, args, kwargs)

@@ -8,7 +8,7 @@ remembers the view it is of its base, a write makes a new value of the base, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
             self.parent.paused = self._parent_paused
 
     @contextmanager
-    def pause(self):
+    def pause(self) -> Iterator[None]:
         """Run without recording."""
         before, self.paused = self.paused, True
         try:
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
             self.paused = before
 
     @contextmanager
-    def marking(self, *, phase: str | None = None, source: str | None = None, **tags: Any):
+    def marking(self, *, phase: str | None = None, source: str | None = None, **tags: Any) -> Iterator[None]:
         """Give the nodes recorded inside a phase, a source line and tags."""
         before = self.phase, self.source, self.tags
         self.phase, self.source = phase or self.phase, source or self.source

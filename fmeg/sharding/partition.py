@@ -87,7 +87,8 @@ class Partitioner:
         self.nodes: list[Node] = []
         self.env: dict[int, Placed] = {}
         self.pairs: dict[int, Any] = {}
-        self.phase, self.source, self.tags = "F", "", {}
+        self.phase, self.source = "F", ""
+        self.tags: dict[str, Any] = {}
 
     # -- values -----------------------------------------------------------------------------------------------------
     def placed(self, v: Value) -> Placed:
@@ -225,7 +226,7 @@ class Partitioner:
 
     def _mirror_target(self, c: Placement, primal: Placement, t: TensorType) -> Placement:
         used = {a for d in primal.dims for a in d}
-        dims = []
+        dims: list[tuple[str, ...]] = []
         for have, want in zip(c.dims, primal.dims, strict=True):
             extra = tuple(a for a in have if a not in used)
             keep = have[: len(want)] == want or not extra
@@ -310,9 +311,10 @@ class Partitioner:
         types = [(v.type, p) for v, p in zip(node.outs, outs, strict=True)]
         it = iter(locals_)
         args, kwargs = map_values(lambda _: next(it), (node.args, node.kwargs))
-        if rule.local is None or not any(axes.values()):
+        local = rule.local
+        if local is None or not any(axes.values()):
             return self.emit(node.op, args, kwargs, types)
-        return self.inline(lambda *a, **k: rule.local(_Info(rule, axes, self.ctx), *a, **k), args, kwargs, types)
+        return self.inline(lambda *a, **k: local(_Info(rule, axes, self.ctx), *a, **k), args, kwargs, types)
 
     def inline(self, fn: Callable[..., Any], args: tuple, kwargs: dict, outs: Sequence[tuple[TensorType, Placement]]) -> list[Value]:
         """Trace `fn` at local shapes and append its nodes."""

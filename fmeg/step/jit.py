@@ -342,7 +342,8 @@ def partition(
         placements.append(home)
     part.run(program.nodes)
     part.phase, part.source, part.tags = "B", "", {}
-    outs, out_placements = [], []
+    outs: list[Any] = []
+    out_placements: list[Placement | None] = []
     for v, wanted in zip(program.outputs, out_edge, strict=True):
         if not isinstance(v, Value):
             outs.append(v)
