@@ -1,8 +1,8 @@
 """`P` and `Layout`: where dimensions live, by name.
 
-A *logical axis* says what a dimension is (`batch`, `heads`, …); a `Layout` maps logical axes to mesh axes, in three views:
-compute (activations, and parameters in use), `params` (parameters at rest) and `opt` (optimizer state). Each view inherits
-from the one before it.
+A *logical axis* says what a dimension is (`batch`, `heads`, …); a `Layout` maps logical axes to mesh axes, in three
+views: compute (activations, and parameters in use), `params` (parameters at rest) and `opt` (optimizer state). Each
+view inherits from the one before it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,14 @@ class Layout:
     opt: tuple[tuple[str, tuple[str, ...]], ...]
     attention: str
 
-    def __init__(self, *, params: Mapping[str, Entry] | None = None, opt: Mapping[str, Entry] | None = None, attention: str = "all_gather", **axes: Entry):
+    def __init__(
+        self,
+        *,
+        params: Mapping[str, Entry] | None = None,
+        opt: Mapping[str, Entry] | None = None,
+        attention: str = "all_gather",
+        **axes: Entry,
+    ):
         if attention not in ATTENTION_KINDS:
             raise ShardingError(f"Layout: attention must be one of {', '.join(ATTENTION_KINDS)}, given {attention!r}")
         for field, table in (("compute", axes), ("params", params or {}), ("opt", opt or {})):
@@ -109,14 +116,20 @@ class Layout:
         """Raise ShardingError if the layout names a mesh axis or a logical axis that does not exist."""
         have = list(mesh_axes)
         for axis in sorted(self.mesh_axes() - set(have)):
-            raise ShardingError(f"Layout names the mesh axis {axis!r}, but the mesh has {_list(have)}; add {axis}= to the Mesh or take it out of the layout")
+            raise ShardingError(
+                f"Layout names the mesh axis {axis!r}, but the mesh has {_list(have)}; add {axis}= to the Mesh "
+                "or take it out of the layout"
+            )
         if declared is None:
             return
         known = set(declared)
         for name in sorted(self.names() - known):
             close = get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ShardingError(f"Layout names the logical axis {name!r}, which nobody declared{hint} Declared are {_list(sorted(known))}")
+            raise ShardingError(
+                f"Layout names the logical axis {name!r}, which nobody declared{hint} Declared are "
+                f"{_list(sorted(known))}, by jit's axes=, TrainState.create or shard"
+            )
 
 
 def _show(axes: tuple[str, ...]) -> str:
@@ -127,7 +140,9 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def resolve(spec: Sequence[Entry], table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], what: str = "spec") -> DimAxes:
+def resolve(
+    spec: Sequence[Entry], table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], what: str = "spec"
+) -> DimAxes:
     """Mesh axes of each dimension of `spec` under a view's table; axes of size 1, or absent from `sizes`, are dropped.
 
     >>> resolve(P("batch", None), {"batch": ("dp",)}, {"dp": 2})
@@ -136,11 +151,14 @@ def resolve(spec: Sequence[Entry], table: Mapping[str, tuple[str, ...]], sizes: 
     out, seen = [], set()
     for entry in spec:
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        axes = tuple(a for n in names for a in (table[n] if n in table else (n,) if n in sizes else ()))
+        axes = tuple(a for n in names for a in table.get(n, (n,) if n in sizes else ()))
         axes = tuple(a for a in axes if sizes.get(a, 1) > 1)
         for a in axes:
             if a in seen:
-                raise ShardingError(f"{what}: {tuple(spec)} puts two dimensions (or one twice) on the mesh axis {a!r}; a mesh axis can shard one dimension of a tensor")
+                raise ShardingError(
+                    f"{what}: {tuple(spec)} puts two dimensions (or one twice) on the mesh axis {a!r}; a mesh axis can "
+                    "shard one dimension of a tensor"
+                )
             seen.add(a)
         out.append(axes)
     return tuple(out)

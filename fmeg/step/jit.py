@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from fmeg import tree
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
 from fmeg.pipeline.op import Pipeline, Storage
+from fmeg.program import recorder
 from fmeg.program.cost import Cost, cost
-from fmeg.program.errors import ShardingError
+from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value
-from fmeg.program.structured import Accumulate, SplitRows
-from fmeg.program.trace import Traced, trace, type_of
+from fmeg.program.structured import Accumulate, Gradient, SplitRows
+from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.array import Array
 from fmeg.sharding.coalesce import coalesce_where
 from fmeg.sharding.execute import Executable
@@ -37,6 +38,7 @@ class Leaf:
     type: TensorType
     role: str
     axes: tuple[str | None, ...]
+    note: str = ""  # for errors: where the type comes from
 
 
 @dataclass(eq=False)
@@ -147,39 +149,76 @@ class Jitted:
     ):
         self.fn, self.mesh, self.layout, self.strict = fn, mesh, layout, strict
         self.axes = {k: Axes.of(v) for k, v in axes.items()}
-        self.params, self.out_axes, self.donate = tuple(params), out_axes, tuple(donate)
+        self.params, self.out_axes = tuple(params), out_axes
+        self.donate = (donate,) if isinstance(donate, str) else tuple(donate)
         self.name = getattr(fn, "__name__", type(fn).__name__)
         try:
-            self.arg_names = [p.name for p in inspect.signature(fn).parameters.values()]
+            self.signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
-            self.arg_names = []
-        for name in self.axes:
-            if self.arg_names and name not in self.arg_names:
-                raise ShardingError(
-                    f"jit({self.name}): axes are given for {name!r}, which is not a parameter; it has "
-                    f"{', '.join(self.arg_names)}"
-                )
-        for name in self.donate:
-            if self.arg_names and name not in self.arg_names:
-                raise ShardingError(
-                    f"jit({self.name}): donate names {name!r}, which is not a parameter; it has "
-                    f"{', '.join(self.arg_names)}"
-                )
+            self.signature = None
+        self.arg_names = list(self.signature.parameters) if self.signature else []
+        for what, names in (("axes are given for", self.axes), ("donate names", self.donate)):
+            for name in names:
+                if self.arg_names and name not in self.arg_names:
+                    raise ShardingError(
+                        f"jit({self.name}): {what} {name!r}, which is not a parameter; it has "
+                        f"{', '.join(self.arg_names)}"
+                    )
         self._cache: dict[Any, Compiled] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self._bound(args, kwargs)
+        if recorder.active() is not None:
+            return self.fn(*args)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise TraceError(
+                f"jit({self.name}) was called under a torch.func transform, which does not see what runs on a mesh. "
+                "Put the transform inside: jit(torch.func.grad(f)), or fmeg.value_and_grad"
+            )
         leaves, treedef = tree.flatten(args)
         types = [type_of(x) for x in leaves]
-        key = (treedef, tuple(t if t is not None else ("static", x) for t, x in zip(types, leaves, strict=True)))
-        compiled = self._cache.get(key)
+        static = [None if t is not None else (type(x), x) for t, x in zip(types, leaves, strict=True)]
+        key = (treedef, tuple(types), tuple(static))
+        try:
+            compiled = self._cache.get(key)
+        except TypeError:
+            self._refuse_static(args, leaves, types)
+            raise
         if compiled is None:
             compiled = self._cache[key] = self.lower(*args).compile()
         return compiled([x for x, t in zip(leaves, types, strict=True) if t is not None])
+
+    def _bound(self, args: tuple, kwargs: dict) -> tuple:
+        """Keyword arguments in their places."""
+        if not kwargs:
+            return args
+        if self.signature is None:
+            raise TypeError(f"jit({self.name}): keyword arguments need a signature; pass them by position")
+        bound = self.signature.bind(*args, **kwargs)
+        if bound.kwargs:
+            raise TypeError(
+                f"jit({self.name}): {', '.join(bound.kwargs)} can only be passed by keyword; make it a positional "
+                "parameter, or close over it"
+            )
+        return bound.args
+
+    def _refuse_static(self, args: Sequence[Any], leaves: Sequence[Any], types: Sequence[Any]) -> None:
+        for path, x, t in zip(argument_paths(self.fn, args), leaves, types, strict=True):
+            if t is None and type(x).__hash__ is None:
+                raise TypeError(
+                    f"jit({self.name}): {path} is a {type(x).__name__}; expected a tensor, an Array, or a static value "
+                    "that can be hashed. Convert it with torch.as_tensor, or make it a tuple"
+                )
 
     def lower(self, *args: Any) -> Lowered:
         """Trace, differentiate and partition for these arguments (tensors, Arrays or TensorTypes)."""
         edge = [leaf for i, a in enumerate(args) for leaf in self._leaves(a, self._arg_name(i))]
         traced = trace(self.fn, *args)
+        wanted = _differentiated(traced.program)
+        edge = [
+            replace(leaf, role="params") if id(v) in wanted and leaf.role == "data" else leaf
+            for v, leaf in zip(traced.program.inputs, edge, strict=True)
+        ]
         lowered = partition(
             self.name,
             traced,
@@ -207,6 +246,8 @@ class Jitted:
         axes = self.axes.get(name)
         out = []
         role = "params" if name in self.params else "data"
+        if axes is not None:
+            axes.check(arg, f"jit({self.name}): ", name, every=role == "params")
         for path, x in zip(tree.paths(arg), tree.leaves(arg), strict=True):
             t = type_of(x)
             if t is None:
@@ -243,15 +284,22 @@ class Jitted:
         out = tree.unflatten(traced.out_tree, traced.program.outputs)
         if self.out_axes is not None:
             axes = Axes.of(self.out_axes)
+            axes.check(out, f"jit({self.name}): ", "out_axes", every=True)
             return [
                 Leaf(p, v.type, "params", axes.lookup(p, v.ndim) or (None,) * v.ndim) if isinstance(v, Value) else None
                 for p, v in zip(tree.paths(out), tree.leaves(out), strict=True)
             ]
-        found: dict[int, Leaf] = {}
-        for state in _states(out):
-            dynamic = [v for v in tree.leaves(state) if type_of(v) is not None]
-            found.update({id(v): leaf for v, leaf in zip(dynamic, state_leaves(state, "state"), strict=True)})
-        return [found.get(id(v)) for v in tree.leaves(out)]
+        edge: list[Leaf | None] = []
+        for x in tree.leaves(out, is_leaf=lambda x: isinstance(x, TrainState)):
+            known = iter(state_leaves(x, "state") if isinstance(x, TrainState) else ())
+            edge += [next(known, None) if type_of(v) is not None else None for v in tree.leaves(x)]
+        return edge
+
+
+def _differentiated(program: Program) -> set[int]:
+    """ids of the inputs by which `value_and_grad` differentiates: parameters, whatever their argument is called."""
+    inputs = {id(v) for v in program.inputs}
+    return {id(n.args[1]) for n in program.nodes if isinstance(n.op, Gradient)} & inputs
 
 
 def _states(out: Any) -> list[TrainState]:
@@ -288,10 +336,10 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
         if local_size(n, axes, sizes) is None:
             over = ", ".join(f"{a!r} (size {sizes[a]})" for a in axes)
             raise ShardingError(
-                f"jit({fn}): {leaf.path} of type {leaf.type} has logical axes {leaf.axes}; the {view} view puts axis "
-                f"{leaf.axes[d]!r} (dimension {d}, of size {n}) on "
-                f"the mesh axis {over}, but {parts} does not evenly divide {n}. Change the mesh or the layout, or pad "
-                "the dimension by an amount that does not depend on the layout"
+                f"jit({fn}): {leaf.path} of type {leaf.type}{leaf.note} has logical axes {leaf.axes}; the {view} view "
+                f"puts axis {leaf.axes[d]!r} (dimension {d}, of size {n}) on the mesh axis {over}, but "
+                f"{parts} does not evenly divide {n}. Change the mesh or the layout, or pad the dimension by an amount "
+                "that does not depend on the layout"
             )
     return Placement(dims)
 
@@ -322,12 +370,13 @@ def partition(
     blocks = _blocks(program)
     inputs, placements = [], []
     for v, leaf, b in zip(program.inputs, edge, blocks, strict=True):
-        rows = leaf.type.shape[0] // b if b > 1 else 0
-        shown = (
-            Leaf(leaf.path, TensorType((rows, *leaf.type.shape[1:]), leaf.type.dtype), leaf.role, leaf.axes)
-            if b > 1
-            else leaf
-        )
+        rows, shown = leaf.type.shape[0] // b if b > 1 else 0, leaf
+        if b > 1:
+            note = (
+                f" (a microbatch: {leaf.type.shape[0]} rows in {b} microbatches; the rows must divide by microbatches "
+                "times the devices that share the batch)"
+            )
+            shown = replace(leaf, type=TensorType((rows, *leaf.type.shape[1:]), leaf.type.dtype), note=note)
         home = place(shown, layout, sizes, _VIEW[leaf.role], name)
         placed = Placed(v.type, home, blocks=b)
         if leaf.role == "params":
@@ -411,16 +460,17 @@ def jit(
     mesh      where it runs; None: one device
     layout    which logical axis lives on which mesh axis; None: everything replicated
     axes      logical axes of the arguments, by parameter name: trees of strings. A `TrainState` knows its own; an
-              argument called
-              `batch` has ("batch", "seq", …) unless said otherwise; all else is replicated
-    params    which arguments are parameters (placed by the layout's `params=` view and moved when used)
+              argument called `batch` has ("batch", "seq", …) unless said otherwise; all else is replicated
+    params    which arguments are parameters (placed by the layout's `params=` view and moved when used); those that the
+              function differentiates by are, whatever their name
     out_axes  logical axes of the result (in the `params=` view), for functions that create parameters
     strict    refuse movements that nobody asked for
     donate    arguments that the caller gives up: the memory of their Arrays is free once the step is done with them,
-              and using
-              them again is an error. For `state = step(state, batch)`: two states never exist side by side
+              and using them again is an error. For `state = step(state, batch)`: two states never exist side by side.
+              A plain tensor stays the caller's
 
-    Arguments are global tensors or Arrays; results are Arrays.
+    Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
+    another value is another trace. Inside a traced function a jitted one is its plain function.
 
     >>> import torch
     >>> from fmeg.mesh import Mesh

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from fmeg import tree
+from fmeg.program.errors import ShardingError
+from fmeg.program.trace import type_of
 from fmeg.sharding.spec import logical_names
 
 
@@ -29,6 +33,37 @@ class Axes:
     def names(self) -> set[str]:
         return {n for _, axes in self.table for n in axes if n is not None}
 
+    def check(self, arg: Any, where: str, name: str, *, every: bool) -> None:
+        """ShardingError where the names do not fit the tensors of `arg`.
+
+        With `every`, each tensor must have names, and no others may be given.
+        """
+        shapes = {
+            p: tuple(t.shape)
+            for p, x in zip(tree.paths(arg), tree.leaves(arg), strict=True)
+            if (t := type_of(x)) is not None
+        }
+        under = lambda path, p: path == p or p == "" or path.endswith("." + p)
+        for p, names in self.table:
+            if every and p and not any(under(path, p) for path in shapes):
+                raise ShardingError(
+                    f"{where}logical axes are given for {name}.{p}, which is not there{_meant(p, shapes)}. It has "
+                    f"{', '.join(shapes) or 'no tensors'}"
+                )
+            for path, shape in shapes.items():
+                if p and path == p and len(names) != len(shape):
+                    raise ShardingError(
+                        f"{where}{name}.{path} has shape {shape}, but its logical axes are "
+                        f"{' '.join(n or '_' for n in names)!r}; give one name a dimension ('_' for none)"
+                    )
+        for path, shape in shapes.items():
+            if every and shape and self.table and self.lookup(path, len(shape)) is None:
+                shown = f"{name}.{path}" if path else name
+                raise ShardingError(
+                    f"{where}{shown}, of shape {shape}, has no logical axes; give one name a dimension, such as "
+                    "'embed ff' ('_' for none)"
+                )
+
     def lookup(self, path: str, ndim: int) -> tuple[str | None, ...] | None:
         """Axes of the leaf at `path`, which may lie under a prefix (an optimizer's moments mirror the parameters).
 
@@ -44,6 +79,11 @@ class Axes:
             ):
                 best = (p, names)
         return best[1] if best else None
+
+
+def _meant(path: str, paths: Iterable[str]) -> str:
+    close = get_close_matches(path, list(paths), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @tree.register_dataclass(static=("axes",))
