@@ -5,6 +5,7 @@ print(schedule)                              one line a rank: 0F0 0F1 …
 schedule.verify()                            bubble, peak, or a ScheduleError that says what is wrong
 schedule.timeline(Costs(F=2, B=3, hop=0.1))  when each action runs
 schedule.draw()                              SVG; a notebook shows it
+with record() as recording: step(…)          what really ran: recording.draw(), .chrome_trace(), .costs()
 """
 
 from fmeg.pipeline.costs import Costs
@@ -13,6 +14,7 @@ from fmeg.pipeline.errors import DeadlockError, ScheduleError
 from fmeg.pipeline.export import chrome_trace, png
 from fmeg.pipeline.memory import peaks
 from fmeg.pipeline.names import SCHEDULES, by_name
+from fmeg.pipeline.record import Recording, Run, record
 from fmeg.pipeline.schedule import Action, Schedule, stage_map
 from fmeg.pipeline.simulate import Timeline, capacity_needed, timeline
 from fmeg.pipeline.verify import Report, verify
@@ -22,7 +24,9 @@ __all__ = [
     "Action",
     "Costs",
     "DeadlockError",
+    "Recording",
     "Report",
+    "Run",
     "Schedule",
     "ScheduleError",
     "Timeline",
@@ -33,6 +37,7 @@ __all__ = [
     "draw",
     "peaks",
     "png",
+    "record",
     "stage_map",
     "timeline",
     "verify",

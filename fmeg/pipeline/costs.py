@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.schedule import COMPUTE, Action
@@ -58,26 +59,23 @@ class Costs:
 
     @classmethod
     def measured(cls, events: Iterable[Event], stages: int, hop: float = 0.0) -> Costs:
-        """The mean duration of each kind and stage among (rank, action, start, end); B is I + W where none was seen,
+        """The median duration of each kind and stage among (rank, action, start, end); B is I + W where none was seen,
         and I and W half of B each.
 
         >>> Costs.measured([(0, Action("F", 0, 0), 0.0, 1.0), (0, Action("B", 0, 0), 1.0, 4.0)], stages=1).I
         (1.5,)
         """
-        total: dict[tuple[str, int], float] = {}
-        count: dict[tuple[str, int], int] = {}
+        seen: dict[tuple[str, int], list[float]] = {}
         for _, action, start, end in events:
-            key = action.kind, action.stage
-            total[key] = total.get(key, 0.0) + end - start
-            count[key] = count.get(key, 0) + 1
-        mean = {key: total[key] / count[key] for key in total}
+            seen.setdefault((action.kind, action.stage), []).append(end - start)
+        middle = {key: median(times) for key, times in seen.items()}
 
         def of(kind: str, stage: int) -> float:
-            if (kind, stage) in mean or kind == "F":
-                return mean.get((kind, stage), 0.0)
+            if (kind, stage) in middle or kind == "F":
+                return middle.get((kind, stage), 0.0)
             if kind == "B":
-                return mean.get(("I", stage), 0.0) + mean.get(("W", stage), 0.0)
-            return mean.get(("B", stage), 0.0) / 2
+                return middle.get(("I", stage), 0.0) + middle.get(("W", stage), 0.0)
+            return middle.get(("B", stage), 0.0) / 2
 
         f, b, i, w = (tuple(of(kind, stage) for stage in range(stages)) for kind in "FBIW")
         return cls(f, b, i, w, hop)

@@ -212,6 +212,8 @@ class _Runner:
         self.op, self.ranks = op, ranks_of(backend, op.axis)
         cutter = Cutter(op.body, op.params, op.staged, op.n_sums)
         schedule, spans = op.plan.schedule, op.plan.spans
+        compute = schedule.compute()
+        self.schedule = compute if isinstance(self.ranks, VirtualRanks) else compute.with_messages()
         mine = {s for r in self.ranks.mine for s in schedule.stages_of(r)}
         last = schedule.stages - 1
         self.stages = {s: cutter.stage(spans[s], s == 0, s == last) for s in sorted(mine)}
@@ -232,10 +234,10 @@ class _Runner:
         )
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
-        op, schedule = self.op, self.op.plan.schedule
+        op, schedule = self.op, self.schedule
         workers = [self._worker(args, r) for r in self.ranks.mine]
         if isinstance(self.ranks, VirtualRanks):
-            run_virtual(schedule, workers, self.ranks)
+            run_virtual(schedule, workers)
         else:
             carries = [torch.empty(t.shape, dtype=t.dtype, device=self.ranks.inner.device) for t in self.carries]
             run_real(schedule, workers[0], self.ranks, carries, TIMEOUT)

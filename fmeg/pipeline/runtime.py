@@ -232,7 +232,9 @@ def run_real(
             if a.kind in ("RECV_F", "RECV_B"):
                 source = schedule.rank_of[a.stage - 1 if a.kind == "RECV_F" else a.stage + 1]
                 buffers = [torch.empty_like(c) for c in carries]
-                works: list[Any] = [dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)]
+                works: list[Any] = [
+                    dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)
+                ]
                 arrived[a.kind[-1], a.stage, a.microbatch] = (works, buffers)
             elif a.kind in ("SEND_F", "SEND_B"):
                 to = a.stage + 1 if a.kind == "SEND_F" else a.stage - 1

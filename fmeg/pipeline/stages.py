@@ -29,7 +29,7 @@ def by_cost(layers: int, stages: int, before: float, layer: float, after: float)
     more.
 
     >>> by_cost(8, 4, before=0.0, layer=1.0, after=2.0)
-    [(0, 2), (2, 4), (4, 7), (7, 8)]
+    [(0, 1), (1, 4), (4, 7), (7, 8)]
     """
 
     def fits(limit: float) -> list[int] | None:

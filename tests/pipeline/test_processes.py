@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from fmeg import Layout, Mesh
-from fmeg.pipeline import ScheduleError
+from fmeg.pipeline import ScheduleError, peaks, record
 from tests.mesh import processes
 from tests.pipeline.test_runtime import batch, config, run, same
 
@@ -58,12 +58,28 @@ def lost_message():
         op.TIMEOUT, dist.isend = before, isend
 
 
+def recorded_runs():
+    """Each process records its own rank; together they are the schedule, with the peaks that were predicted."""
+    for axes, name in ((dict(pp=4), "zb_h1"), (dict(dp=2, pp=2), "interleaved_1f1b")):
+        mesh = Mesh(axes, backend="distributed")
+        layout = Layout(layers="pp", batch="dp" if "dp" in axes else ())
+        with record() as recording:
+            run(config(8), batch(16), mesh=mesh, layout=layout, microbatches=4, schedule=name)
+        mine, whole = recording.last(), recording.last().gathered()
+        assert len({rank for rank, *_ in mine.events}) == len(mine.peak) == 1
+        assert [whole.peak[r] for r in range(axes["pp"])] == peaks(whole.schedule)
+        compute = whole.schedule.compute().actions
+        assert all(tuple(a for r, a, *_ in whole.events if r == rank) == line for rank, line in enumerate(compute))
+        began = {(a.kind, a.stage, a.microbatch): (start, end) for _, a, start, end in whole.events}
+        assert all(began["F", s, j][0] > began["F", s - 1, j][1] for k, s, j in began if k == "F" and s)
+
+
 class _Done:
     def wait(self, timeout=None):
         return True
 
 
-CHECKS = [pp4, pp2_dp2, lost_message]  # the last one breaks the group
+CHECKS = [pp4, pp2_dp2, recorded_runs, lost_message]  # the last one breaks the group
 
 
 @pytest.fixture(scope="module")
