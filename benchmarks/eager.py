@@ -100,7 +100,7 @@ def main() -> None:
             "plain torch, by hand": lambda p=params, f=plain: by_autograd(f, p),
             "fmeg.jit on one device": lambda p=params, x=batch, f=step: f(p, x),
         }
-        rows += compare(size, fns, "torch.autograd.grad, same function", args.repeats, memory=True, warmup=2)
+        rows += compare(size, fns, "torch.autograd.grad, same function", args.repeats, fns, warmup=2)
     finish(rows, args)
 
 

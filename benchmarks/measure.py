@@ -6,17 +6,21 @@ import argparse
 import gc
 import json
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 Thunk = Callable[[], Any]
+EMPTY: Mapping[str, Thunk] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,10 @@ def ratio(a: Times, b: Times, kind: str = "cpu") -> float:
 
 
 def peak_bytes(fn: Thunk) -> int:
-    """The most bytes that torch's allocator held for `fn` beyond those held before, temporaries of kernels included."""
+    """The most bytes that torch's allocator held of those that `fn` asked for, temporaries of kernels included.
+
+    What was allocated before is not counted, neither held nor freed.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         kept = fn()
     del kept
@@ -82,11 +89,33 @@ class Row:
 
 
 def compare(
-    case: str, fns: Mapping[str, Thunk], against: str, repeats: int, memory: bool = False, warmup: int = 1
+    case: str,
+    fns: Mapping[str, Thunk],
+    against: str,
+    repeats: int,
+    memory: Mapping[str, Thunk] = EMPTY,
+    warmup: int = 1,
 ) -> list[Row]:
-    """A row for each function, with ratios to the one named `against`."""
+    """A row for each function, with ratios to the one named `against`. `memory`: what to run for the peaks."""
     times = interleave(fns, repeats, warmup)
-    peaks = {name: peak_bytes(fn) for name, fn in fns.items()} if memory else {}
+    return rows_of(case, times, {name: peak_bytes(fn) for name, fn in memory.items()}, against)
+
+
+def in_fresh_processes(code: Mapping[str, str], repeats: int) -> dict[str, Times]:
+    """Times that snippets print as their last words, wall and CPU seconds; each run in a new process."""
+    wall: dict[str, list[float]] = {name: [] for name in code}
+    cpu: dict[str, list[float]] = {name: [] for name in code}
+    for _ in range(repeats):
+        for name, text in code.items():
+            done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+            w, c = done.stdout.split()[-2:]
+            wall[name].append(float(w))
+            cpu[name].append(float(c))
+    return {name: Times(tuple(wall[name]), tuple(cpu[name])) for name in code}
+
+
+def rows_of(case: str, times: Mapping[str, Times], peaks: Mapping[str, int], against: str) -> list[Row]:
+    """The rows of one comparison."""
     rows = []
     for name, t in times.items():
         base = times[against]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fmeg
-from benchmarks.measure import Row, arguments, compare, finish
+from benchmarks.measure import Row, arguments, compare, finish, in_fresh_processes, rows_of
 from fmeg import Layout, Mesh, TrainState, optim, tree
 from fmeg.models import llama, presets
 from fmeg.program.ir import TensorType, Value
@@ -33,6 +33,14 @@ LAYOUT = Layout(
 )
 SMALL, LARGE = Mesh(dp=2, cp=2, tp=2), Mesh(dp=128, cp=16, tp=8)
 BATCH, SEQ = 256, 8192
+FRESH = """
+import time
+from benchmarks import trace as t
+step, state, batch = t.problem({n})
+wall, cpu = time.perf_counter(), time.process_time()
+t.fmeg.jit(step, mesh=t.{mesh}, layout=t.LAYOUT, strict=True).lower(state, batch)
+print(time.perf_counter() - wall, time.process_time() - cpu)
+"""
 
 
 def make_step(cfg: llama.Config, optimizer: Any) -> Callable[..., Any]:
@@ -82,6 +90,10 @@ def main() -> None:
     rows += compare("trace, gradient, partition for 8 ranks", fns, "2 layers", args.repeats)
     fns = {f"{m.size} ranks": lambda m=m: lower(32, m) for m in (SMALL, LARGE)}
     rows += compare("trace, gradient, partition 32 layers", fns, "8 ranks", args.repeats)
+    code = {f"{n} layers": FRESH.format(n=n, mesh="SMALL") for n in problems}
+    code["32 layers, 16384 ranks"] = FRESH.format(n=32, mesh="LARGE")
+    times = in_fresh_processes(code, min(args.repeats, 3))
+    rows += rows_of("the same, first call in a process", times, {}, "2 layers")
     finish(rows, args)
 
 

@@ -19,6 +19,7 @@ import torch
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Value, values_in
 from fmeg.sharding.lowering import lowering, returns_sequence
+from fmeg.sharding.reuse import IN_PLACE, writers
 
 Slots = Mapping[int, int]  # id of a value -> its place in the environment
 Run = Callable[[list[Any]], Any]
@@ -66,8 +67,8 @@ class _Source:
             return "{" + ", ".join(f"{k!r}: {self.expression(y)}" for k, y in x.items()) + "}"
         return self.constant(x, "c")
 
-    def node(self, node: Node, last: Sequence[int]) -> None:
-        """The line that runs a node, and the one that drops the locals which it is the last to use."""
+    def node(self, node: Node, last: Sequence[int], writes: bool) -> None:
+        """The line that runs a node (into its first operand if it `writes`), and one that drops locals in `last`."""
         note = f"  # {node.source}".replace("\n", " ") if node.source else ""
         outs = [self.local(v) for v in node.outs]
         if node.op is MIRROR:
@@ -75,7 +76,8 @@ class _Source:
         else:
             args = [self.expression(a) for a in node.args]
             args += [f"{k}={self.expression(v)}" for k, v in node.kwargs.items()]
-            call = f"{self.constant(lowering(node, self.device), 'f')}({', '.join(args)})"
+            fn = IN_PLACE[node.op] if writes else lowering(node, self.device)
+            call = f"{self.constant(fn, 'f')}({', '.join(args)})"
             picked = node.tags.get("results")
             if picked is not None:
                 self.lines.append(f"    _ = {call}{note}")
@@ -107,6 +109,7 @@ def in_place(nodes: Sequence[Node], slots: Slots, dying: set[int], device: torch
     src = _Source(name, slots, device)
     src.lines.append("def run(env):")
     here: set[int] = set()
+    written = writers(nodes, {i for i, slot in slots.items() if slot not in dying})
     for node, last in zip(nodes, _last_uses(nodes, slots), strict=True):
         for v in node.operands():
             slot = slots[id(v)]
@@ -115,7 +118,7 @@ def in_place(nodes: Sequence[Node], slots: Slots, dying: set[int], device: torch
                 src.lines.append(f"    v{slot} = env[{slot}]")
                 if slot in dying:
                     src.lines.append(f"    env[{slot}] = None")
-        src.node(node, ())
+        src.node(node, (), id(node) in written)
         made = [slots[id(v)] for v in node.outs]
         here.update(made)
         src.lines += [f"    env[{slot}] = v{slot}" for slot in made if slot not in dying]
@@ -135,8 +138,9 @@ def as_function(nodes: Sequence[Node], slots: Slots, needed: set[int], device: t
     src.lines.append("def run(values):")
     if ins:
         src.lines.append(f"    {''.join(f'v{s}, ' for s in ins)}= values")
+    written = writers(nodes, {i for i, slot in slots.items() if slot in needed or slot not in inside})
     for node, last in zip(nodes, _last_uses(nodes, slots), strict=True):
-        src.node(node, [s for s in last if s in inside and s not in needed])
+        src.node(node, [s for s in last if s in inside and s not in needed], id(node) in written)
     src.lines.append(f"    return ({''.join(f'v{s}, ' for s in outs)})")
     return Chunk(src.compile("run"), ins, outs)
 
