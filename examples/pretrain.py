@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, by torch: spinning is slow on a busy machine
+
 import torch
 import torch.distributed as dist
 import tyro
