@@ -67,6 +67,7 @@ DATA = {
     "zero1 m2": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(opt=dict(embed="dp")), microbatches=2),
     "zero3": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(params=dict(embed="dp"))),
     "zero3 m2": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(params=dict(embed="dp")), microbatches=2),
+    "zero3 2x2": Way({"pod": 2, "dp": 2}, dict(batch=("pod", "dp")), at_rest=dict(params=dict(embed=("pod", "dp")))),
     "hsdp": Way({"replica": 2, "dp": 2}, dict(batch=("replica", "dp")), at_rest=dict(params=dict(embed="dp"))),
 }
 

@@ -9,8 +9,9 @@ alone, and the step is run with every rank computing for itself (nothing is take
     twice     all_reduce over the reduced, reduce_scatter of the reduced, ppermute of the permuted; what all_gather and
               all_to_all bring is doubled
     axis      over another axis of the same size instead, for each such axis
+    order     over the same axes, the last one major: ranks hold each other's blocks (where there are several axes)
 
-Left out, because it is the identity: a maximum taken twice.
+Left out, because they change nothing: a maximum taken twice, and the order of axes in an all_reduce.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fmeg.testing.matrix import Case
 from fmeg.testing.verify import TOLERANCE, make_batch, make_step, on_one_device, optimizer_under_test
 
 EXCHANGES = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER)
-LAYOUTS = ("zero3 tp2+sp", "zero1 ring2 tp2", "hsdp ulysses2", "zero3 gather2 tp2+sp")
+LAYOUTS = ("zero3 tp2+sp", "zero1 ring2 tp2", "hsdp ulysses2", "zero3 gather2 tp2+sp", "zero3 2x2 tp2+sp")
 """Rows of the layout matrix that between them have every kind of collective for every reason."""
 
 
@@ -48,7 +49,7 @@ class Mutant:
     index: int
     kind: str
     axes: tuple[str, ...]
-    """For kind "axis": the axes it is done over instead."""
+    """For kinds "axis" and "order": the axes it is done over instead."""
 
     def __str__(self) -> str:
         where = (
@@ -89,6 +90,8 @@ def mutants(program: Program, mesh: Mesh) -> Iterator[Mutant]:
                 yield Mutant(program, node, index, "twice", ())
             for other in _other_axes(tuple(node.args[1]), mesh):
                 yield Mutant(program, node, index, "axis", other)
+            if len(node.args[1]) > 1 and node.op is not ALL_REDUCE:
+                yield Mutant(program, node, index, "order", tuple(reversed(node.args[1])))
 
 
 def _other_axes(axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[str, ...]]:
@@ -121,7 +124,7 @@ def _replacement(m: Mutant, mesh: Mesh, given: Value, real: Value, t: TensorType
     op, axes = m.node.op, tuple(m.node.args[1])
     rest = tuple(r if op in (ALL_REDUCE, PPERMUTE) else (r[m.index],) for r in m.node.args[2:])
     again = lambda x, over: Node(op, ([x], over, *rest), {})
-    if m.kind == "axis":
+    if m.kind in ("axis", "order"):
         return [again(given, m.axes)]
     if m.kind == "twice":
         if op in (ALL_REDUCE, PPERMUTE):
