@@ -161,8 +161,9 @@ class Array:
     def addressable_shards(self) -> list[Shard]:
         """The block of each rank that this process runs; with an `order`, the index counts stored rows."""
         backend, index = self.mesh.backend(), RankIndex(self.mesh)
+        stored = self.shape if self.order is None else (len(self.order), *self.shape[1:])
         return [
-            Shard(rank, index.block(rank, self.shape, self.spec), data)
+            Shard(rank, index.block(rank, stored, self.spec), data)
             for rank, data in zip(backend.ranks, backend.local(self.value), strict=True)
         ]
 

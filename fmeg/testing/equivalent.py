@@ -49,8 +49,10 @@ def relative_error(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], floor: fl
     return float((x - y).abs().max() / max(float(y.abs().max()), floor))
 
 
-def blocks(x: Any) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+def blocks(x: Any) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Every distinct block of an Array that this process holds, with its place in the global tensor; a tensor is one.
+
+    Of layers that are stored by pipeline stage, the place is a list of rows; rows that only pad are left out.
 
     >>> [(i, b.tolist()) for i, b in blocks(Array.from_global(torch.arange(2), Mesh(dp=2), ("dp",)))]
     [((slice(0, 1, None),), [0]), ((slice(1, 2, None),), [1])]
@@ -63,7 +65,12 @@ def blocks(x: Any) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         key = (id(shard.data), *((s.start, s.stop) for s in shard.index))
         if key not in seen:
             seen.add(key)
-            yield shard.index, shard.data
+            if x.order is None:
+                yield shard.index, shard.data
+            else:
+                rows = x.order[shard.index[0]]
+                real = [k for k, row in enumerate(rows) if row >= 0]
+                yield ([rows[k] for k in real], *shard.index[1:]), shard.data[real]
 
 
 def leaf_error(got: Any, want: Any, floor: float = FLOOR) -> float:

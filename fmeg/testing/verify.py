@@ -17,6 +17,7 @@ from fmeg.models import model_of, presets
 from fmeg.step import TrainState, jit, value_and_grad
 from fmeg.testing.equivalent import errors
 from fmeg.testing.matrix import Case, cases
+from fmeg.testing.pipelines import PipelineCase, configured, pipeline_cases
 
 BATCH, SEQ, STEPS, TOLERANCE = 8, 16, 3, 1e-10
 DEFAULT = "tricky-llama"
@@ -105,12 +106,15 @@ def make_state(cfg: Any, optimizer: optim.Optimizer, seed: int = 0) -> TrainStat
     return TrainState.create(make_params(cfg, seed), optimizer, model_of(cfg).logical_axes(cfg))
 
 
-def make_step(cfg: Any, optimizer: optim.Optimizer, microbatches: int = 1) -> Any:
-    """`(state, batch) -> (state, {"loss", "count"})`: one optimizer step of a model of the library."""
+def make_step(cfg: Any, optimizer: optim.Optimizer, microbatches: int = 1, **how: Any) -> Any:
+    """`(state, batch) -> (state, {"loss", "count"})`: one optimizer step of a model of the library.
+
+    how   more of `value_and_grad`: schedule, stages
+    """
     model = model_of(cfg)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        grad = value_and_grad(lambda params, part: model.loss(params, part, cfg), microbatches=microbatches)
+        grad = value_and_grad(lambda params, part: model.loss(params, part, cfg), microbatches=microbatches, **how)
         (loss, aux), grads = grad(state.params, batch)
         updates, opt = optimizer.update(grads, state.opt, state.params)
         return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss, **aux}
@@ -133,21 +137,31 @@ def run_steps(step: Any, state: TrainState, batch: Any, steps: int) -> list[tupl
 
 
 @cache
-def on_one_device(cfg: Any, microbatches: int, steps: int) -> list[tuple[TrainState, dict[str, Any]]]:
+def on_one_device(
+    cfg: Any, microbatches: int, steps: int, rows: int = BATCH
+) -> list[tuple[TrainState, dict[str, Any]]]:
     """What a case must equal: `steps` steps eagerly. Computed once."""
     opt = optimizer_under_test()
-    return run_steps(make_step(cfg, opt, microbatches), make_state(cfg, opt), make_batch(cfg), steps)
+    return run_steps(make_step(cfg, opt, microbatches), make_state(cfg, opt), make_batch(cfg, rows), steps)
 
 
 def check(case: Case, cfg: Any, steps: int = STEPS, tolerance: float = TOLERANCE) -> Row:
-    """Run a case: `steps` optimizer steps on the mesh under strict, against the same steps eagerly on one device."""
+    """Run a case: `steps` optimizer steps on the mesh under strict, against the same steps eagerly on one device.
+
+    A pipeline alone must give the first step's loss and gradients bit for bit.
+    """
     about: dict[str, Any] = dict(name=case.name, mesh=dict(case.mesh.sizes), layout=repr(case.layout))
     about |= dict(microbatches=case.microbatches, schedule=case.schedule)
+    how: dict[str, Any] = {}
+    rows, exact = BATCH, False
+    if isinstance(case, PipelineCase):
+        rows, how, exact = case.rows, dict(schedule=case.schedule, stages=case.stages), case.exact
     try:
-        want = on_one_device(cfg, case.microbatches, steps)
+        cfg = configured(case, cfg)
+        want = on_one_device(cfg, case.microbatches, steps, rows)
         opt = optimizer_under_test()
-        state, batch = make_state(cfg, opt), make_batch(cfg)
-        step = jit(make_step(cfg, opt, case.microbatches), mesh=case.mesh, layout=case.layout, strict=True)
+        state, batch = make_state(cfg, opt), make_batch(cfg, rows)
+        step = jit(make_step(cfg, opt, case.microbatches, **how), mesh=case.mesh, layout=case.layout, strict=True)
         lowered = step.lower(state, batch)
         run = lowered.compile()
         got = run_steps(lambda *args: run(tree.leaves(args)), state, batch, steps)
@@ -160,6 +174,8 @@ def check(case: Case, cfg: Any, steps: int = STEPS, tolerance: float = TOLERANCE
     params = max(errors(got[-1][0].params, want[-1][0].params).values())
     found: dict[str, Any] = dict(loss_error=loss, grad_error=grads[worst], params_error=params)
     ok = max(found.values()) <= tolerance
+    if exact:
+        ok = ok and found["grad_error"] == 0 and max(errors(got[0][1], want[0][1]).values()) == 0
     return Row(**about, **found, collectives=lowered.explain().executed(), worst_grad=worst, ok=ok)
 
 
@@ -177,7 +193,8 @@ def verify(
     tolerance: float = TOLERANCE,
     workers: int = 1,
 ) -> Iterator[Row]:
-    """Check every case of a matrix (default: `cases` of the model's sizes, on meshes up to `devices`), in order.
+    """Check every case of a matrix (default: `cases` and `pipeline_cases` of the model's sizes, on meshes up to
+    `devices`), in order.
 
     workers   processes; 1 runs here
 
@@ -185,7 +202,8 @@ def verify(
     >>> row.name, row.ok
     ('one device', True)
     """
-    todo = list(cases(sizes_of(cfg), devices) if matrix is None else matrix)
+    sizes = sizes_of(cfg)
+    todo = list((*cases(sizes, devices), *pipeline_cases(sizes, devices)) if matrix is None else matrix)
     one = partial(_work, cfg=cfg, steps=steps, tolerance=tolerance)
     if workers == 1:
         yield from (check(case, cfg, steps, tolerance) for case in todo)

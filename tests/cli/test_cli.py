@@ -28,8 +28,8 @@ def test_help_names_the_commands(capsys):
 def test_verify_prints_a_table(capsys):
     assert run("verify", *QUICK, "--only", "zero") == 0
     out = capsys.readouterr().out
-    assert "zero3" in out and "reduce_scatter" in out
-    assert "4 of 4 layouts equal one device to 1e-10" in out
+    assert "zero3" in out and "reduce_scatter" in out and "interleaved_zero_bubble" in out
+    assert "5 of 5 layouts equal one device to 1e-10" in out
 
 
 def test_verify_prints_one_json_object(capsys):

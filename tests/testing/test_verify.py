@@ -81,7 +81,7 @@ def test_a_fault_is_a_failure(monkeypatch):
     opt = lambda rate: optim.chain(keep_gradients(), optim.sgd(rate))
     state, step = make_state(CFG, opt(0.1)), make_step(CFG, opt(0.1))
     after, metrics = step(state, make_batch(CFG))
-    monkeypatch.setattr("fmeg.testing.verify.on_one_device", lambda cfg, microbatches, steps: [(after, metrics)])
+    monkeypatch.setattr("fmeg.testing.verify.on_one_device", lambda *case: [(after, metrics)])
     monkeypatch.setattr("fmeg.testing.verify.optimizer_under_test", lambda: opt(0.1 + 1e-7))
     row = check(Case("", Mesh(dp=2), Layout(batch="dp")), CFG, steps=1)
     assert not row.ok
