@@ -186,7 +186,7 @@ class VmapBackend:
         mine, t = (x.mask, x.tensor) if type(x) is Stack else (0, x[None])
         axes, local = self.index.axes(mask), t.shape[1:]
         kept = [self.mesh.sizes[a] if mine & self.index.bits[a] else 1 for a in axes]
-        return t.reshape(*kept, *local).expand(*self._sizes(axes), *local)
+        return t.reshape((*kept, *local)).expand((*self._sizes(axes), *local))
 
     def _broadcast(self, x: Stack, mask: int) -> Tensor:
         """x stacked over all axes in `mask`."""
@@ -201,7 +201,7 @@ class VmapBackend:
         rest, full = mask & ~mine, self.index.axes(mask | mine)
         order = [full.index(a) for a in (*self.index.axes(rest), *axes) if a in full]
         t, local = self._spread(x, mask | mine), _shape(x)
-        t = t.permute(*order, *range(len(full), t.ndim))
+        t = t.permute((*order, *range(len(full), t.ndim)))
         return t.reshape(math.prod(self._sizes(self.index.axes(rest))), self.mesh.axis_size(axes), *local), rest
 
     def _back(self, t: Tensor, rest: int, axes: Axes) -> Value:
@@ -211,9 +211,9 @@ class VmapBackend:
             return t[0, 0]
         given = (*self.index.axes(rest), *(a for a in axes if self.index.bits[a]))
         local = t.shape[2:]
-        t = t.reshape(*self._sizes(given), *local)
+        t = t.reshape((*self._sizes(given), *local))
         order = [given.index(a) for a in self.index.axes(mask)]
-        t = t.permute(*order, *range(len(given), t.ndim))
+        t = t.permute((*order, *range(len(given), t.ndim)))
         return Stack(mask, t.reshape(-1, *local).contiguous())
 
     def _reduced(self, x: Value, axes: Axes, op: str) -> Value:

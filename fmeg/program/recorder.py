@@ -322,7 +322,10 @@ class Recorder(TorchDispatchMode):
     def _write(self, func: Any, args: tuple, kwargs: dict) -> Any:
         name = func._schema.name.split("::")[1]
         target = args[0] if args else None
-        if not name.endswith("_") or name.endswith("__") or not isinstance(target, torch.Tensor) or torch.Tag.inplace_view in func.tags:
+        in_place_view = torch.Tag.inplace_view in func.tags
+        if in_place_view and (op := _functional_form(func)) is not None and _is_view(op):
+            return self._reshape(op, func, args, kwargs)
+        if not name.endswith("_") or name.endswith("__") or not isinstance(target, torch.Tensor) or in_place_view:
             raise TraceError(f"{self.name}: {func} writes into its argument at {user_line()}; use the form that returns its result")
         self._refuse_argument(func, self._entry(target))
         with self.pause():
@@ -335,6 +338,18 @@ class Recorder(TorchDispatchMode):
         if new.dtype != dtype:
             new = self._aten(aten._to_copy.default, (new,), {"dtype": dtype})
         self._store(self._fresh(self._entry(target)), self.value(new))
+        return target
+
+    def _reshape(self, op: Any, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        """`x.squeeze_()` and its like: the tensor becomes a view of what it was."""
+        target, rest = args[0], self.to_values(args[1:])
+        old = self._fresh(self._entry(target))
+        self._refuse_argument(func, old)
+        old.tensor = self.fake_like(old.value.type)
+        with self.pause():
+            func(*args, **kwargs)
+        value = self.emit(op, (old.value, *rest), dict(kwargs), (TensorType.of(target),))[0]
+        self._entries[id(target)] = _Entry(target, value, old, (op, rest, dict(kwargs), None), 0, old.version)
         return target
 
     def _functional(self, name: str, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -236,8 +236,19 @@ class Partitioner:
     def _divisible(self, t: TensorType, d: int, axes: tuple[str, ...]) -> bool:
         return local_size(t.shape[d], axes, self.ctx.sizes) is not None
 
+    def _whole(self, node: Node) -> None:
+        """On one device every value is whole, and no rule is asked for."""
+        args, kwargs = map_values(lambda v: self.get(self.placed(v), Placement.replicated(v.ndim), "border"), (node.args, node.kwargs))
+        placements = [Placement.replicated(v.ndim) for v in node.outs]
+        tags = {"reason": "shard_map"} if isinstance(node.op, Collective) else {}
+        outs = self.emit(node.op, args, kwargs, [(v.type, p) for v, p in zip(node.outs, placements, strict=True)], **tags)
+        for v, p, local in zip(node.outs, placements, outs, strict=True):
+            self.define(v, p, local)
+
     def _ruled(self, node: Node) -> None:
         node = standalone(node)
+        if not self.ctx.sizes:
+            return self._whole(node)
         rule = rule_for(node)
         operands = [self.placed(v) for v in node.operands()]
         at_rest = len(operands) == 1 and operands[0].use is not None and _elementwise(rule)

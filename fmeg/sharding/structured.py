@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from fmeg.ops.shard_map import ShardMap
 from fmeg.program.errors import ShardingError
-from fmeg.program.ir import Node, Program, TensorType, Value, map_values
+from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, Gradient, Scan, ScanBackward, ScanForward, SplitRows
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import Partitioner
@@ -202,21 +202,23 @@ def shard_map(part: Partitioner, node: Node) -> None:
     op: ShardMap = node.op
     if dict(op.axis_sizes) != dict(part.ctx.all_sizes):
         raise ShardingError(f"shard_map at {node.source} was traced for a mesh of {op.axis_sizes}, but the program runs on {dict(part.ctx.all_sizes)}")
+
     def placement(spec: Any, pending: frozenset[str] = frozenset()) -> Placement:
         big = part.ctx.sizes
         return Placement(tuple(tuple(a for a in axes if a in big) for axes in spec), frozenset(a for a in pending if a in big))
 
-    swap: dict[int, Any] = {}
+    child = Partitioner(replace(part.ctx, sizes={}, table={}, strict=False), op.body.name)  # local code is one device's
     for inner, v, spec in zip(op.body.inputs, node.operands(), op.in_specs, strict=True):
-        swap[id(inner)] = part.get(part.placed(v), placement(spec), "shard_map")
-    for n in op.body.nodes:
-        args, kwargs = map_values(lambda v: swap[id(v)], (n.args, n.kwargs))
-        copy = Node(n.op, args, kwargs, source=n.source, phase=part.phase, tags={**part.tags, **n.tags, "reason": "shard_map"})
-        copy.outs = tuple(Value(v.type, copy, i) for i, v in enumerate(n.outs))
-        swap.update({id(v): c for v, c in zip(n.outs, copy.outs, strict=True)})
-        part.nodes.append(copy)
-    for o, inner, spec, pending in zip(node.outs, op.body.outputs, op.out_specs, op.out_pending, strict=True):
-        part.define(o, placement(spec, pending), swap[id(inner)])
+        child.define(inner, Placement.replicated(inner.ndim), part.get(part.placed(v), placement(spec), "shard_map"))
+    child.run(op.body.nodes)
+    outs = [child.get(child.placed(v), Placement.replicated(v.ndim), "border") for v in op.body.outputs]
+    for n in child.nodes:
+        n.phase, n.tags = part.phase, {**part.tags, **n.tags}
+        for v in n.outs:
+            v.placement = None
+    part.nodes += child.nodes
+    for o, local, spec, pending in zip(node.outs, outs, op.out_specs, op.out_pending, strict=True):
+        part.define(o, placement(spec, pending), local)
 
 
 HANDLERS = {

@@ -31,8 +31,8 @@ def check_finite(metrics: T, step: int | None = None) -> T:
             when = f" at step {step}" if step is not None else ""
             raise FloatingPointError(
                 f"{path or 'the value'} is {bad}{when}. Try a lower learning rate or a warmup, "
-                "optim.clip_by_global_norm, or optim.skip_nonfinite(optimizer), which skips and counts such steps; look "
-                "for log or division of 0 in the loss, and for 16-bit floats that overflow"
+                "optim.clip_by_global_norm, or optim.skip_nonfinite(optimizer), which skips and counts such steps; "
+                "look for log or division of 0 in the loss, and for 16-bit floats that overflow"
             )
     return metrics
 

@@ -189,6 +189,15 @@ def _activations(y: Tensor) -> None:
     y.unsqueeze(0).squeeze(0).flatten().tanh_()
 
 
+def _shapes(y: Tensor) -> None:
+    y.unsqueeze_(1)
+    row = y[2]
+    y.squeeze_(1).t_()
+    y[0].add_(1)
+    row.mul_(2)
+    y.transpose_(0, 1)
+
+
 def _fills(y: Tensor) -> None:
     y[0].zero_()
     y[1].fill_(2)
@@ -239,6 +248,22 @@ def test_detach_and_contiguous_share_memory_as_in_torch():
     same(fn, X)
 
 
+def test_shapes_in_place_belong_to_the_tensor_alone():
+    """Torch's own `vector @ matrix` does so."""
+
+    def fn(x: Tensor) -> tuple:
+        y = x * 1
+        square = y[:3]
+        row = square[0]
+        square.t_()
+        square[0, 1] = 5
+        z = (x * 2).detach_()
+        z.add_(1)
+        return y, square, row, z, x[:, 0] @ x, x @ x[0]
+
+    same(fn, X)
+
+
 def test_dtype_of_a_write():
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.zeros(4, 3, dtype=torch.int64)
@@ -253,8 +278,8 @@ def test_dtype_of_a_write():
 REFUSED = {
     "an argument": (lambda x: x.add_(1), "writes into its argument 'x'"),
     "a view of an argument": (lambda x: x[:, 0].zero_(), "writes into its argument 'x'"),
-    "shape": (lambda x: (x * 1).unsqueeze_(0), "use the form that returns its result"),
-    "transposed": (lambda x: x[:3].clone().t_(), "use the form that returns its result"),
+    "an argument's shape": (lambda x: x.t_(), "writes into its argument 'x'"),
+    "size": (lambda x: (x * 1).resize_(2, 2), "use the form that returns its result"),
     "out": (lambda x: torch.add(x, 1, out=x * 1), "use the form that returns its result"),
     "lists": (lambda x: torch._foreach_add_([x * 1], 1.0), "use the form that returns its result"),
     "strides": (lambda x: (x * 1).as_strided((2,), (1,)).add_(1), "view made by aten.as_strided.default"),
