@@ -97,11 +97,9 @@ class Worker:
         assert p.weights is not None and p.halves is not None
         self._add(s, p.halves.late, p.weights.run(_taken(self.late, s, j, "I")))
 
-    def check_done(self) -> None:
-        """Nothing that was kept is left."""
-        left = [f"{s}{kind}{j}" for kind, kept in (("F", self.kept), ("I", self.late)) for s, j in kept]
-        if left:
-            raise ScheduleError(f"at the end no backward has used what was kept by {', '.join(left)}")
+    def left(self) -> list[str]:
+        """The actions whose results were kept and not used."""
+        return [f"{s}{kind}{j}" for kind, kept in (("F", self.kept), ("I", self.late)) for s, j in kept]
 
     def _mine(self, s: int) -> Stage:
         if s not in self.stages:
@@ -202,18 +200,16 @@ def run_virtual(schedule: Schedule, workers: Sequence[Worker]) -> None:
                 if i < len(line) and (want := _wants(line[i], schedule.stages)) is not None
             ]
             raise ScheduleError("pipeline: deadlock. " + "; ".join(waits))
-    for r, w in enumerate(workers):
-        _done(r, w)
+    _check_left(dict(enumerate(workers)))
     if mail:
         kind, stage, j = next(iter(mail))
         raise ScheduleError(f"pipeline: at the end {stage}{kind}{j} has not run, for which there is a message")
 
 
-def _done(rank: int, worker: Worker) -> None:
-    try:
-        worker.check_done()
-    except ScheduleError as e:
-        raise ScheduleError(f"pipeline: rank {rank}: {e}") from None
+def _check_left(workers: dict[int, Worker]) -> None:
+    left = [f"{', '.join(names)} of rank {r}" for r, w in workers.items() if (names := w.left())]
+    if left:
+        raise ScheduleError(f"pipeline: at the end no backward has used what was kept by {'; '.join(left)}")
 
 
 def run_real(
@@ -267,7 +263,7 @@ def run_real(
             work.wait(timeout)
     except RuntimeError as e:
         raise ScheduleError(f"pipeline: rank {me} sent what was not received within {timeout}: {e}") from e
-    _done(me, worker)
+    _check_left({me: worker})
 
 
 def _tag(receive: Action, k: int, schedule: Schedule) -> int:
