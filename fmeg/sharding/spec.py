@@ -157,7 +157,7 @@ def resolve(
             if a in seen:
                 raise ShardingError(
                     f"{what}: {tuple(spec)} puts two dimensions (or one twice) on the mesh axis {a!r}; a mesh axis can "
-                    "shard one dimension of a tensor"
+                    "shard one dimension of a tensor: put the others on another axis, or on none"
                 )
             seen.add(a)
         out.append(axes)

@@ -328,7 +328,7 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
     Stacked layers that do not divide are whole in a function without a pipeline: which rank has which is for a schedule
     to say.
     """
-    dims = resolve(leaf.axes, layout.view(view), sizes, f"{fn}: {leaf.path}")
+    dims = resolve(leaf.axes, layout.view(view), sizes, f"jit({fn}): {leaf.path}, in the {view} view")
     if leaf.axes and leaf.axes[0] == "layers" and local_size(leaf.type.shape[0], dims[0], sizes) is None:
         dims = ((), *dims[1:])
     for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
@@ -338,12 +338,16 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
             raise ShardingError(
                 f"jit({fn}): {leaf.path} of type {leaf.type}{leaf.note} has logical axes {leaf.axes}; the {view} view "
                 f"puts axis {leaf.axes[d]!r} (dimension {d}, of size {n}) on the mesh axis {over}, but "
-                f"{parts} does not evenly divide {n}. Change the mesh or the layout, or pad the dimension by an amount "
-                "that does not depend on the layout"
+                f"{parts} does not evenly divide {n}. {KV_HEADS if leaf.axes[d] == 'kv_heads' else RESIZE}"
             )
     return Placement(dims)
 
 
+RESIZE = "Change the mesh or the layout, or pad the dimension by an amount that does not depend on the layout"
+KV_HEADS = (
+    'Split the mesh axis, as in Mesh(tk=2, tr=2) with Layout(heads=("tk", "tr"), kv_heads="tk"), or replicate the keys '
+    "and values: kv_heads=()"
+)
 _VIEW = {"params": "params", "opt": "opt", "data": "compute"}
 
 

@@ -65,8 +65,8 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh, in_specs: Sequence[Any], ou
             flat = [s] * len(tree.leaves(a)) if _leaf(s) else tree.leaves(s, is_leaf=_leaf)
             if len(flat) != len(tree.leaves(a)):
                 raise ShardingError(
-                    f"shard_map({name}): in_specs[{i}] has {len(flat)} specs for {len(tree.leaves(a))} tensors of args[{i}]; "
-                    "give one for all, or a tree of the same structure"
+                    f"shard_map({name}): in_specs[{i}] has {len(flat)} specs for {len(tree.leaves(a))} tensors of "
+                    f"args[{i}]; give one for all, or a tree of the same structure"
                 )
             for path, leaf, p in zip(tree.paths(a), tree.leaves(a), flat, strict=True):
                 what = f"args[{i}]{'.' + path if path else ''} of {name}"
