@@ -132,7 +132,9 @@ def _flops_bwd(node: Node) -> int:
     return 2 * visible_pairs(node) * q[2] * (3 * q[3] + 2 * v[3])
 
 
-attention_p = Primitive("attention", Eager(_plain, _vjp, _kernel, saves=(0, 1)), vjp=_vjp, rule=_rule, flops=_flops, fake=_fake)
+attention_p = Primitive(
+    "attention", Eager(_plain, _vjp, _kernel, saves=(0, 1)), vjp=_vjp, rule=_rule, flops=_flops, fake=_fake
+)
 attention_bwd_p = Primitive("attention_bwd", _reference_bwd, rule=_rule_bwd, flops=_flops_bwd, fake=_fake_bwd)
 
 

@@ -212,7 +212,8 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 def _numpy(*args: Any, **kwargs: Any) -> Any:
     rec = recorder.active()
     raise TraceError(
-        f"{rec.name if rec else 'trace'}: numpy needs the values of a tensor, at {user_line()}; a traced tensor has none. "
+        f"{rec.name if rec else 'trace'}: numpy needs the values of a tensor, at {user_line()}; a traced tensor has "
+        "none. "
         "Use the torch function, or do it outside of the traced function"
     )
 

@@ -1,9 +1,10 @@
 """The gradient of a Program, node by node.
 
 The program is replayed into a joint Program: forward nodes first (phase F), then, walking back, each node's cotangents
-(phase B). A primitive gives its own `vjp`, an operation of another kind a method `backward`; an aten node goes through torch's autograd; a scan becomes a ScanForward and
-a ScanBackward that share one joint body. Contributions to a value's cotangent are added, latest use first, and the sum
-passes through a `MIRROR` node that remembers which value it is the cotangent of: the partitioner places it there.
+(phase B). A primitive gives its own `vjp`, an operation of another kind a method `backward`; an aten node goes through
+torch's autograd; a scan becomes a ScanForward and a ScanBackward that share one joint body. Contributions to a value's
+cotangent are added, latest use first, and the sum passes through a `MIRROR` node that remembers which value it is the
+cotangent of: the partitioner places it there.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def differentiate(
     wrt    indices of the float inputs to differentiate by
     outs   indices of the float outputs that get a cotangent (a further input each, in this order)
     mesh_sizes  for local Programs: sizes of the mesh axes that its collectives name
-    uses   a list to fill: then the contribution of each use of an input stays a gradient of its own, last use first, and
+    uses   a list to fill: then the contribution of each use of an input stays a gradient of its own, last use first,
+           and
            `uses` says to which of `wrt` each belongs
     Returns a Program with inputs (program.inputs…, cotangents…) and outputs (program.outputs…, gradients…); an input
     on which the outputs do not depend has a gradient of zeros.
@@ -95,7 +97,9 @@ def differentiate(
         for i in outs:
             out = program.outputs[i]
             if not (isinstance(out, Value) and out.type.is_float):
-                raise TraceError(f"{program.name}: output {i} cannot be differentiated: it is {out!r}, expected a float tensor")
+                raise TraceError(
+                    f"{program.name}: output {i} cannot be differentiated: it is {out!r}, expected a float tensor"
+                )
             cts.setdefault(id(out), []).append(rec.new_input(out.type, f"ct{i}"))
         for step in reversed(steps):
             _backward(rec, step, env, cts, on)
@@ -146,8 +150,10 @@ def _forward(rec: Recorder, node: Node, env: dict, on: set[int]) -> _Step | None
         reached = any(id(v) in on for v in node.operands())
         if reached and "custom" in node.tags:
             raise TraceError(
-                f"{rec.name}: the gradient of {node.tags['custom']}, a torch.autograd.Function, at {node.source} is not seen by tracing. Write it as a "
-                "fmeg.program.primitive.Primitive with a vjp, or with detach(): x + (f(x) - x).detach() has the value of f and the gradient of x"
+                f"{rec.name}: the gradient of {node.tags['custom']}, a torch.autograd.Function, at {node.source} is "
+                "not seen by tracing. Write it as a "
+                "fmeg.program.primitive.Primitive with a vjp, or with detach(): x + (f(x) - x).detach() has the value "
+                "of f and the gradient of x"
             )
         needs = reached and not stops(node)
         if isinstance(node.op, torch._ops.OpOverload):
@@ -239,7 +245,9 @@ def _backward(rec: Recorder, step: _Step, env: dict, cts: dict, on: set[int]) ->
     for v, g, w in zip(operands, grads, wanted, strict=True):
         if w and g is not None:
             if tuple(g.shape) != v.shape:
-                raise TraceError(f"vjp of {node.opname}: a cotangent of shape {tuple(g.shape)} for an operand of shape {v.shape}")
+                raise TraceError(
+                    f"vjp of {node.opname}: a cotangent of shape {tuple(g.shape)} for an operand of shape {v.shape}"
+                )
             if g.dtype != v.dtype:
                 with rec.marking(phase="B", source=source):
                     g = g.to(v.dtype)
@@ -271,7 +279,10 @@ def _primitive_backward(rec: Recorder, step: _Step, out_cts: list, wanted: list[
     if hasattr(op, "backward"):
         return op.backward(rec, step.node, step.inputs, out_cts, wanted)
     if isinstance(op, Accumulate):
-        raise TraceError("value_and_grad inside a differentiated function is not supported; differentiate the inner loss with torch.func there")
+        raise TraceError(
+            "value_and_grad inside a differentiated function is not supported; differentiate the inner loss with "
+            "torch.func there"
+        )
     assert isinstance(op, Primitive), f"no gradient for {step.node.opname}"
     if op.vjp is not None:
         outs = step.outs if len(step.outs) > 1 else step.outs[0]
@@ -279,7 +290,9 @@ def _primitive_backward(rec: Recorder, step: _Step, out_cts: list, wanted: list[
     return _reference_vjp(rec, op, step, out_cts, wanted)
 
 
-def _reference_vjp(rec: Recorder, op: Primitive, step: _Step, out_cts: list, wanted: list[bool]) -> list[torch.Tensor | None]:
+def _reference_vjp(
+    rec: Recorder, op: Primitive, step: _Step, out_cts: list, wanted: list[bool]
+) -> list[torch.Tensor | None]:
     """Autograd through the reference, recorded as aten nodes."""
     leaves = []
     for t, w in zip(step.inputs, wanted, strict=True):
@@ -302,7 +315,9 @@ def _scan_activity(scan: Scan, inputs_on: list[bool]) -> tuple[set[int], set[int
     wrt = {i for i, o in enumerate(inputs_on) if o and body.inputs[i].type.is_float}
     while True:
         on = active_values(body, sorted(wrt))
-        grown = wrt | {i for i in range(scan.n_carry) if isinstance(body.outputs[i], Value) and id(body.outputs[i]) in on}
+        grown = wrt | {
+            i for i in range(scan.n_carry) if isinstance(body.outputs[i], Value) and id(body.outputs[i]) in on
+        }
         if grown == wrt:
             return wrt, on
         wrt = grown

@@ -20,7 +20,7 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 def _is_user(filename: str) -> bool:
     if filename.startswith(_USER_PARTS):
         return True
-    return not (filename.startswith((_HERE, *_LIBRARY)) or "/lib/python3" in filename or filename.startswith("<frozen"))
+    return not (filename.startswith((_HERE, *_LIBRARY, "<frozen")) or "/lib/python3" in filename)
 
 
 def user_frame(skip: int = 1) -> FrameType | None:
@@ -32,7 +32,8 @@ def user_frame(skip: int = 1) -> FrameType | None:
 
 
 def user_line() -> str:
-    """`file.py:12 function` of the user's line that runs now (in a notebook `In[3]:12 function`), "" if there is none."""
+    """`file.py:12 function` of the user's line that runs now (in a notebook `In[3]:12 function`), "" if there is
+    none."""
     frame = user_frame(2)
     if frame is None:
         return ""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fmeg.program.recorder import active
 from fmeg.program.ir import Node
+from fmeg.program.recorder import active
 from fmeg.program.rule import Rule
 
 
@@ -24,7 +24,8 @@ class Primitive:
 
     name        as printed
     reference   (*args, **kwargs) -> tensor or tuple of tensors; plain torch; the meaning
-    vjp         (args, kwargs, outs, cts) -> one cotangent (or None) per *tensor operand*, in operand order; torch and primitives
+    vjp         (args, kwargs, outs, cts) -> one cotangent (or None) per *tensor operand*, in operand order; torch and
+                primitives
                 only; `cts` has None for results without a cotangent. None: autograd through `reference`
     rule        (node) -> Rule; None: an error when it is partitioned
     flops       (node) -> int

@@ -148,7 +148,9 @@ class Recorder(TorchDispatchMode):
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """Make `tensor` another name of `of`."""
         entry = self._entry(of)
-        self._entries[id(tensor)] = _Entry(tensor, entry.value, entry, (aten.alias.default, (), {}, None), 0, entry.version)
+        self._entries[id(tensor)] = _Entry(
+            tensor, entry.value, entry, (aten.alias.default, (), {}, None), 0, entry.version
+        )
         return tensor
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -166,7 +168,8 @@ class Recorder(TorchDispatchMode):
             outer = outer.parent
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake:
             raise TraceError(
-                f"{self.name}: a tensor of type {TensorType.of(tensor)} was made where tracing was off, at {user_line()}; "
+                f"{self.name}: a tensor of type {TensorType.of(tensor)} was made where tracing was off, at "
+                f"{user_line()}; "
                 "make it inside the traced function, or pass it as an argument"
             )
         what = variable_name(tensor)
@@ -200,9 +203,13 @@ class Recorder(TorchDispatchMode):
         return entry
 
     # -- recording --------------------------------------------------------------------------------------------------
-    def emit(self, op: Any, args: tuple, kwargs: dict, types: Iterable[TensorType], source: str | None = None) -> tuple[Value, ...]:
+    def emit(
+        self, op: Any, args: tuple, kwargs: dict, types: Iterable[TensorType], source: str | None = None
+    ) -> tuple[Value, ...]:
         """Append a node whose tensor arguments are already Values."""
-        node = Node(op, args, kwargs, source=source or self.source or user_line(), phase=self.phase, tags=dict(self.tags))
+        node = Node(
+            op, args, kwargs, source=source or self.source or user_line(), phase=self.phase, tags=dict(self.tags)
+        )
         if self.stopping:
             if not torch.is_grad_enabled():
                 node.tags["no_grad"] = True
@@ -217,7 +224,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(tree, torch.Tensor):
             return self.value(tree)
         if isinstance(tree, (tuple, list)):
-            return type(tree)(self.to_values(t) for t in tree) if type(tree) in (tuple, list) else tuple(self.to_values(t) for t in tree)
+            return (
+                type(tree)(self.to_values(t) for t in tree)
+                if type(tree) in (tuple, list)
+                else tuple(self.to_values(t) for t in tree)
+            )
         if isinstance(tree, dict):
             return {k: self.to_values(v) for k, v in tree.items()}
         return tree
@@ -306,17 +317,22 @@ class Recorder(TorchDispatchMode):
     def _refuse(self, func: Any, args: tuple, kwargs: dict) -> None:
         if func is aten._local_scalar_dense.default or func is aten.is_nonzero.default:
             raise TraceError(
-                f"{self.name}: Python needs the value of a tensor at {user_line()} (an `if`, `while`, `int()`, `.item()` "
+                f"{self.name}: Python needs the value of a tensor at {user_line()} (an `if`, `while`, `int()`, "
+                "`.item()` "
                 "or `bool()` on a traced tensor). A traced function's path may not depend on data: use torch.where, or "
                 "pass a Python number as a static argument"
             )
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise TraceError(
-                f"{self.name}: {func} draws from torch's global generator at {user_line()}; results would depend on the "
+                f"{self.name}: {func} draws from torch's global generator at {user_line()}; results would depend on "
+                "the "
                 "mesh. Use fmeg.random (normal, uniform, bernoulli with a key) or fmeg.ops.dropout"
             )
         if torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_numbers(func, args):
-            raise TraceError(f"{self.name}: the result shape of {func} depends on data, at {user_line()}; use a masked form (torch.where) instead")
+            raise TraceError(
+                f"{self.name}: the result shape of {func} depends on data, at {user_line()}; use a masked form "
+                "(torch.where) instead"
+            )
 
     # -- writes -----------------------------------------------------------------------------------------------------
     def _write(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -326,7 +342,9 @@ class Recorder(TorchDispatchMode):
         if in_place_view and (op := _functional_form(func)) is not None and _is_view(op):
             return self._reshape(op, func, args, kwargs)
         if not name.endswith("_") or name.endswith("__") or not isinstance(target, torch.Tensor) or in_place_view:
-            raise TraceError(f"{self.name}: {func} writes into its argument at {user_line()}; use the form that returns its result")
+            raise TraceError(
+                f"{self.name}: {func} writes into its argument at {user_line()}; use the form that returns its result"
+            )
         self._refuse_argument(func, self._entry(target))
         with self.pause():
             shape, dtype = tuple(target.shape), target.dtype
@@ -334,7 +352,10 @@ class Recorder(TorchDispatchMode):
         if tuple(new.shape) != shape:
             raise TraceError(f"{self.name}: {func} would change the shape of its argument at {user_line()}")
         if not torch.can_cast(new.dtype, dtype) and name != "copy_":
-            raise TraceError(f"{self.name}: {func} at {user_line()} has a result of {new.dtype}, which cannot be written into a tensor of {dtype}; cast first")
+            raise TraceError(
+                f"{self.name}: {func} at {user_line()} has a result of {new.dtype}, which cannot be written into a "
+                f"tensor of {dtype}; cast first"
+            )
         if new.dtype != dtype:
             new = self._aten(aten._to_copy.default, (new,), {"dtype": dtype})
         self._store(self._fresh(self._entry(target)), self.value(new))
@@ -366,10 +387,14 @@ class Recorder(TorchDispatchMode):
         if name == "fill_" and not isinstance(args[1], torch.Tensor):
             return self._aten(aten.full_like.default, (target, args[1]), {})
         if name == "index_put_" and (mask := _only_mask(args)) is not None:
-            return self._aten(aten.where.self, (self._mask_like(mask, target), self._scalar_like(args[2], target), target), {})
+            return self._aten(
+                aten.where.self, (self._mask_like(mask, target), self._scalar_like(args[2], target), target), {}
+            )
         op = _functional_form(func)
         if op is None:
-            raise TraceError(f"{self.name}: no functional form of {func} is known, at {user_line()}; write it functionally")
+            raise TraceError(
+                f"{self.name}: no functional form of {func} is known, at {user_line()}; write it functionally"
+            )
         return self._aten(op, args, kwargs)
 
     def _mask_like(self, mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -381,15 +406,24 @@ class Recorder(TorchDispatchMode):
     def _scalar_like(self, value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if value.ndim:
             value = self._aten(aten.view.default, (value, []), {})
-        return self._aten(aten._to_copy.default, (value,), {"dtype": target.dtype}) if value.dtype != target.dtype else value
+        return (
+            self._aten(aten._to_copy.default, (value,), {"dtype": target.dtype})
+            if value.dtype != target.dtype
+            else value
+        )
 
     def _refuse_argument(self, func: Any, entry: _Entry) -> None:
         while entry.base is not None:
             entry = entry.base
         if entry.argument:
-            what = f"its argument {entry.value.name!r}" if entry.value.name and not entry.value.name.startswith("captured") else "an argument, or a tensor from outside"
+            what = (
+                f"its argument {entry.value.name!r}"
+                if entry.value.name and not entry.value.name.startswith("captured")
+                else "an argument, or a tensor from outside"
+            )
             raise TraceError(
-                f"{self.name}: {func} at {user_line()} writes into {what}. A traced function returns what it changes and leaves "
+                f"{self.name}: {func} at {user_line()} writes into {what}. A traced function returns what it changes "
+                "and leaves "
                 "its arguments as they are: use the form without the underscore, or clone() first"
             )
 
@@ -417,7 +451,14 @@ class Recorder(TorchDispatchMode):
             sizes = args[0] if isinstance(args[0], (list, tuple)) else [args[0]] * (index or 0)
             start = sum(sizes[:index])
             return self.emit(aten.slice_scatter.default, (bt, value, dim, start, start + value.shape[dim]), {}, full)[0]
-        if op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
+        if op in (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.unsqueeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.squeeze.default,
+        ):
             return self.emit(aten.view.default, (value, list(full[0].shape)), {}, full)[0]
         if op in (aten.t.default, aten.transpose.int):
             return self.emit(op, (value, *args), {}, full)[0]
@@ -466,7 +507,13 @@ def _creates(node: Node | None) -> bool:
 def _only_mask(args: tuple) -> torch.Tensor | None:
     """The mask of `x[mask] = number`."""
     indices, value = args[1], args[2]
-    plain = len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and value.numel() == 1 and not (len(args) > 3 and args[3])
+    plain = (
+        len(indices) == 1
+        and indices[0] is not None
+        and indices[0].dtype == torch.bool
+        and value.numel() == 1
+        and not (len(args) > 3 and args[3])
+    )
     return indices[0] if plain else None
 
 

@@ -58,9 +58,10 @@ class Rule:
     declared    True when gathering a whole factor is part of the operation's meaning (strict mode lets it pass)
     local       local(info, *args, **kwargs) -> results, run on local tensors, may call fmeg.ops.collectives;
                 None: the operation itself on the local tensors
-    exchange    (option, value, {from: to}): when the layout's option has this value, the axes of factor `from` are exchanged
-                for a split of factor `to` (all_to_all) before the operation; `give_back` lists the results that are brought
-                back to where the operands were
+    exchange    (option, value, {from: to}): when the layout's option has this value, the axes of factor `from` are
+                exchanged
+                for a split of factor `to` (all_to_all) before the operation; `give_back` lists the results that are
+                brought back to where the operands were
     tied        groups of factors of different operands that one mesh axis may shard together (queries and keys)
     """
 

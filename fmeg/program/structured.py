@@ -11,7 +11,7 @@ Gradient        a parameter's gradient, complete: where its last reduction leads
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fmeg.program.ir import Node, Program, Value
@@ -150,7 +150,8 @@ class Accumulate:
 
 @dataclass(eq=False)
 class SplitRows:
-    """[B, …] -> [steps, B/steps, …]: the microbatches of a batch. The edge of `jit` places batches so that this is free."""
+    """[B, …] -> [steps, B/steps, …]: the microbatches of a batch. The edge of `jit` places batches so that this is
+    free."""
 
     steps: int
     name: str = "split_rows"
@@ -161,7 +162,8 @@ class SplitRows:
 
 @dataclass(eq=False)
 class Gradient:
-    """args: (gradient, parameter). The identity on the gradient; on a mesh it is brought to the parameter's `opt` placement."""
+    """args: (gradient, parameter). The identity on the gradient; on a mesh it is brought to the parameter's `opt`
+    placement."""
 
     name: str = "gradient"
 

@@ -39,7 +39,8 @@ class Array:
 
     value       the backend's own representation of the blocks (see `fmeg.mesh.Backend`)
     spec        mesh axes of each dimension; () is whole
-    order       where dimension 0 is stored in another order (layers by pipeline stage): the global index of each stored row,
+    order       where dimension 0 is stored in another order (layers by pipeline stage): the global index of each stored
+                row,
                 -1 for padding
 
     An Array is a leaf of a pytree. It does no arithmetic: pass it to a jitted function, or take its `global_value`.
@@ -140,7 +141,10 @@ class Array:
         from fmeg.sharding.dtensor import to_dtensor
 
         if self.order is not None:
-            raise ShardingError("Array.to_dtensor: its rows are stored by pipeline stage, which a DTensor cannot say; take global_value()")
+            raise ShardingError(
+                "Array.to_dtensor: its rows are stored by pipeline stage, which a DTensor cannot say; take "
+                "global_value()"
+            )
         return to_dtensor(self)
 
     @property

@@ -28,8 +28,10 @@ class LocalScan:
 
 @dataclass(eq=False)
 class LocalScanBackward:
-    """body: cotangents of carries, of ys slices, residuals, xs slices, consts -> cotangents of carries, xs slices, consts.
-    Node args: (ct_carries, ct_ys, handle, xs, consts). Steps run last to first; each step's residuals are dropped on use."""
+    """body: cotangents of carries, of ys slices, residuals, xs slices, consts -> cotangents of carries, xs slices,
+    consts.
+    Node args: (ct_carries, ct_ys, handle, xs, consts). Steps run last to first; each step's residuals are dropped on
+    use."""
 
     body: Program
     length: int
@@ -49,7 +51,8 @@ class LocalScanBackward:
 
 @dataclass(eq=False)
 class LocalAccumulate:
-    """body: inputs as `batched` says, sliced along dimension 0 for each of `steps` microbatches; every result is summed."""
+    """body: inputs as `batched` says, sliced along dimension 0 for each of `steps` microbatches; every result is
+    summed."""
 
     body: Program
     steps: int

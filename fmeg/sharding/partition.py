@@ -38,12 +38,20 @@ from fmeg.sharding.spec import resolve
 from fmeg.sharding.value import Placed, Placement, count, local_size
 
 LOCAL_SLICE = Collective("local_slice")  # ([x], axes, (dim,)): no communication
-_KINDS = {"all_gather": ALL_GATHER, "all_reduce": ALL_REDUCE, "all_to_all": ALL_TO_ALL, "reduce_scatter": REDUCE_SCATTER, "ppermute": PPERMUTE, "slice": LOCAL_SLICE}
+_KINDS = {
+    "all_gather": ALL_GATHER,
+    "all_reduce": ALL_REDUCE,
+    "all_to_all": ALL_TO_ALL,
+    "reduce_scatter": REDUCE_SCATTER,
+    "ppermute": PPERMUTE,
+    "slice": LOCAL_SLICE,
+}
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a partition depends on besides the Program: sizes of the mesh axes (those larger than 1), the compute view, options."""
+    """What a partition depends on besides the Program: sizes of the mesh axes (those larger than 1), the compute view,
+    options."""
 
     sizes: Mapping[str, int]
     table: Mapping[str, tuple[str, ...]]
@@ -96,7 +104,9 @@ class Partitioner:
 
     def input(self, v: Value, placed: Placed) -> Value:
         """Declare a program input with its placement; returns its local value."""
-        local = Value(placed.home.local_type(v.type, self.ctx.sizes), name=v.name, placement=placed.home.describe(v.type))
+        local = Value(
+            placed.home.local_type(v.type, self.ctx.sizes), name=v.name, placement=placed.home.describe(v.type)
+        )
         placed.copies[placed.home] = local
         placed.name = v.name
         self.env[id(v)] = placed
@@ -156,15 +166,21 @@ class Partitioner:
 
     def _refuse(self, p: Placed, src: Placement, target: Placement, moves: Sequence[Move], reason: str) -> None:
         raise ShardingError(
-            f"strict: {self.source or 'an operation'} needs {', '.join(f'{m.kind} over {m.axes}' for m in moves if m.kind != 'slice')} of "
-            f"{p.name or 'a value'} {src.describe(p.type)} -> {target.describe(p.type)}, which nothing asked for ({reason}). "
+            f"strict: {self.source or 'an operation'} needs "
+            f"{', '.join(f'{m.kind} over {m.axes}' for m in moves if m.kind != 'slice')} of "
+            f"{p.name or 'a value'} {src.describe(p.type)} -> {target.describe(p.type)}, which nothing asked for "
+            f"({reason}). "
             "Annotate the value with shard(x, P(…)) where it should move, or turn strict off"
         )
 
-    def emit(self, op: Any, args: tuple, kwargs: dict, outs: Sequence[tuple[TensorType, Placement]], **tags: Any) -> tuple[Value, ...]:
+    def emit(
+        self, op: Any, args: tuple, kwargs: dict, outs: Sequence[tuple[TensorType, Placement]], **tags: Any
+    ) -> tuple[Value, ...]:
         """Append a local node; `outs` are global types with placements."""
         node = Node(op, args, kwargs, source=self.source, phase=self.phase, tags={**self.tags, **tags})
-        node.outs = tuple(Value(p.local_type(t, self.ctx.sizes), node, i, placement=p.describe(t)) for i, (t, p) in enumerate(outs))
+        node.outs = tuple(
+            Value(p.local_type(t, self.ctx.sizes), node, i, placement=p.describe(t)) for i, (t, p) in enumerate(outs)
+        )
         self.nodes.append(node)
         return node.outs
 
@@ -192,7 +208,9 @@ class Partitioner:
             elif node.op is MIRROR:
                 self._mirror(node)
             elif node.op is constant:
-                local = self.emit(constant, node.args, {}, [(node.outs[0].type, Placement.replicated(node.outs[0].ndim))])
+                local = self.emit(
+                    constant, node.args, {}, [(node.outs[0].type, Placement.replicated(node.outs[0].ndim))]
+                )
                 self.define(node.outs[0], Placement.replicated(node.outs[0].ndim), local[0])
             else:
                 self._ruled(node)
@@ -210,8 +228,10 @@ class Partitioner:
             if local_size(n, axes, self.ctx.sizes) is None:
                 sizes = ", ".join(f"{a}={self.ctx.sizes[a]}" for a in axes)
                 raise ShardingError(
-                    f"shard at {node.source}: dimension {d} of {t} is to be split over {axes} ({sizes}: {count(axes, self.ctx.sizes)} parts), which does "
-                    f"not divide {n}. The spec is {tuple(node.args[1])}; change the mesh or the layout, or pad the dimension by an amount that does not depend on the layout"
+                    f"shard at {node.source}: dimension {d} of {t} is to be split over {axes} ({sizes}: "
+                    f"{count(axes, self.ctx.sizes)} parts), which does "
+                    f"not divide {n}. The spec is {tuple(node.args[1])}; change the mesh or the layout, or pad the "
+                    "dimension by an amount that does not depend on the layout"
                 )
 
     def _mirror(self, node: Node) -> None:
@@ -238,10 +258,14 @@ class Partitioner:
 
     def _whole(self, node: Node) -> None:
         """On one device every value is whole, and no rule is asked for."""
-        args, kwargs = map_values(lambda v: self.get(self.placed(v), Placement.replicated(v.ndim), "border"), (node.args, node.kwargs))
+        args, kwargs = map_values(
+            lambda v: self.get(self.placed(v), Placement.replicated(v.ndim), "border"), (node.args, node.kwargs)
+        )
         placements = [Placement.replicated(v.ndim) for v in node.outs]
         tags = {"reason": "shard_map"} if isinstance(node.op, Collective) else {}
-        outs = self.emit(node.op, args, kwargs, [(v.type, p) for v, p in zip(node.outs, placements, strict=True)], **tags)
+        outs = self.emit(
+            node.op, args, kwargs, [(v.type, p) for v, p in zip(node.outs, placements, strict=True)], **tags
+        )
         for v, p, local in zip(node.outs, placements, outs, strict=True):
             self.define(v, p, local)
 
@@ -263,12 +287,18 @@ class Partitioner:
         originals = [self.placed(v) for v in node.operands()]
         if self._is_lazy(rule, originals):
             return self._lazy(node, rule, originals)
-        locals_ = [self._operand(p, q, t, r) for p, q, t, r in zip(originals, operands, sol.targets, sol.reasons, strict=True)]
+        locals_ = [
+            self._operand(p, q, t, r) for p, q, t, r in zip(originals, operands, sol.targets, sol.reasons, strict=True)
+        ]
         outs = self._local(node, rule, sol.axes, locals_, sol.outs)
         weight = bool(operands) and all(p.weight for p in originals)
         for v, placement, local in zip(node.outs, sol.outs, outs, strict=True):
             same = at_rest or (len(originals) == 1 and _elementwise(rule))
-            fields = {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None, "derived": at_rest} if same else {}
+            fields = (
+                {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None, "derived": at_rest}
+                if same
+                else {}
+            )
             p = self.define(v, placement, local, weight=weight, reduced=_reduced(placement, originals), **fields)
             if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
                 self.get(p, homes[v.index], "rule")
@@ -300,24 +330,33 @@ class Partitioner:
         source, tags = self.source, self.tags
         for i, v in enumerate(node.outs):
 
-            def make(target: Placement, i: int = i) -> Value:
+            def make(target: Placement, i: int = i, t: TensorType = v.type) -> Value:
                 before = self.source, self.tags
                 self.source, self.tags = source, tags
                 axes = split_dims(rule.outs[i], target.dims, rule.sizes, self.ctx.sizes)
                 for f in drop_minor(axes, (*rule.ins, *rule.outs), rule.sizes, self.ctx.sizes):
                     del axes[f]
                 made = [Placement(_dims_of(out, axes)) for out in rule.outs]
-                args = [self.get(p, Placement(_dims_of(d, axes)), "border") for p, d in zip(operands, rule.ins, strict=True)]
+                args = [
+                    self.get(p, Placement(_dims_of(d, axes)), "border") for p, d in zip(operands, rule.ins, strict=True)
+                ]
                 local = self._local(node, rule, axes, args, made)[i]
                 self.source, self.tags = before
                 if made[i] != target.whole():
-                    temp = Placed(v.type, made[i], {made[i]: local})
+                    temp = Placed(t, made[i], {made[i]: local})
                     return self.get(temp, target.whole(), "border")
                 return local
 
             self.env[id(v)] = Placed(v.type, Placement.replicated(v.ndim), {}, make=make)
 
-    def _local(self, node: Node, rule: Rule, axes: Mapping[str, tuple[str, ...]], locals_: Sequence[Value], outs: Sequence[Placement]) -> Sequence[Value]:
+    def _local(
+        self,
+        node: Node,
+        rule: Rule,
+        axes: Mapping[str, tuple[str, ...]],
+        locals_: Sequence[Value],
+        outs: Sequence[Placement],
+    ) -> Sequence[Value]:
         """Write the node at local shapes: the operation itself, or the rule's `local` function traced inline."""
         types = [(v.type, p) for v, p in zip(node.outs, outs, strict=True)]
         it = iter(locals_)
@@ -327,7 +366,9 @@ class Partitioner:
             return self.emit(node.op, args, kwargs, types)
         return self.inline(lambda *a, **k: local(_Info(rule, axes, self.ctx), *a, **k), args, kwargs, types)
 
-    def inline(self, fn: Callable[..., Any], args: tuple, kwargs: dict, outs: Sequence[tuple[TensorType, Placement]]) -> list[Value]:
+    def inline(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, outs: Sequence[tuple[TensorType, Placement]]
+    ) -> list[Value]:
         """Trace `fn` at local shapes and append its nodes."""
         values: list[Value] = []
 
@@ -349,14 +390,20 @@ class Partitioner:
         for n in program.nodes:
             n.args, n.kwargs = map_values(lambda v: swap.get(id(v), v), (n.args, n.kwargs))
             n.source, n.phase = self.source, self.phase
-            n.tags = {**tags, **n.tags, **({"reason": "rule"} if isinstance(n.op, Collective) and n.op is not AXIS_INDEX else {})}
+            n.tags = {
+                **tags,
+                **n.tags,
+                **({"reason": "rule"} if isinstance(n.op, Collective) and n.op is not AXIS_INDEX else {}),
+            }
             self.nodes.append(n)
         final = []
         for v, (t, p) in zip(program.outputs, outs, strict=True):
             v = swap.get(id(v), v)
             expected = p.local_type(t, self.ctx.sizes)
             if v.type != expected:
-                raise AssertionError(f"sharding rule of a node at {self.source}: its local function gives {v.type}, expected {expected}")
+                raise AssertionError(
+                    f"sharding rule of a node at {self.source}: its local function gives {v.type}, expected {expected}"
+                )
             v.placement = v.placement or p.describe(t)
             final.append(v)
         return final

@@ -18,7 +18,21 @@ from fmeg.program.errors import ShardingError
 from fmeg.program.rule import Dims, Rule
 from fmeg.sharding.value import DimAxes, Placed, Placement, count, local_size
 
-OWED = frozenset({"shard", "parameter", "weights stay", "mirror", "rule", "border", "scalar", "sum", "gradient", "output", "shard_map"})
+OWED = frozenset(
+    {
+        "shard",
+        "parameter",
+        "weights stay",
+        "mirror",
+        "rule",
+        "border",
+        "scalar",
+        "sum",
+        "gradient",
+        "output",
+        "shard_map",
+    }
+)
 CONFLICT = "conflict"
 PENDING = "pending sum"
 
@@ -33,7 +47,9 @@ class Solution:
     outs: list[Placement] = field(default_factory=list)
 
 
-def split_dims(dims: Dims, axes: DimAxes, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+def split_dims(
+    dims: Dims, axes: DimAxes, sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> dict[str, tuple[str, ...]]:
     """Axes of each factor, from axes of each dimension: a merged dimension gives them to its major factor first.
 
     Axes that fit no factor are left out.
@@ -55,8 +71,11 @@ def split_dims(dims: Dims, axes: DimAxes, sizes: Mapping[str, int], mesh: Mappin
     return out
 
 
-def drop_minor(axes: Mapping[str, tuple[str, ...]], terms: Sequence[Dims], sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[str]:
-    """Factors that may not be sharded as `axes` says: in a merged dimension a minor one may only where the major ones are one element locally.
+def drop_minor(
+    axes: Mapping[str, tuple[str, ...]], terms: Sequence[Dims], sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> list[str]:
+    """Factors that may not be sharded as `axes` says: in a merged dimension a minor one may only where the major ones
+    are one element locally.
 
     >>> drop_minor({"e": ("tp",)}, [(("h", "e"),)], {"h": 4, "e": 2}, {"tp": 2})
     ['e']
@@ -79,7 +98,14 @@ def drop_minor(axes: Mapping[str, tuple[str, ...]], terms: Sequence[Dims], sizes
 class Solver:
     """One node's assignment. See the module docstring for the order of claims."""
 
-    def __init__(self, rule: Rule, operands: Sequence[Placed], hints: Sequence[Placement | None], mesh: Mapping[str, int], backward: bool):
+    def __init__(
+        self,
+        rule: Rule,
+        operands: Sequence[Placed],
+        hints: Sequence[Placement | None],
+        mesh: Mapping[str, int],
+        backward: bool,
+    ):
         self.rule, self.operands, self.hints, self.mesh, self.backward = rule, operands, hints, mesh, backward
         self.axes: dict[str, tuple[str, ...]] = {}
         self.owner: dict[str, tuple[str, str]] = {}  # mesh axis -> (factor, who: weight | mirror | activation)
@@ -103,8 +129,10 @@ class Solver:
             grown = self.axes.get(dst, ()) + axes
             if local_size(self.rule.sizes[dst], grown, self.mesh) is None:
                 raise ShardingError(
-                    f"the exchange of {axes} from the sequence to the heads needs the {self.rule.sizes[dst]} heads (or kv heads) to divide by "
-                    f"{count(grown, self.mesh)}, the size of {grown}. Use attention='ring' or 'all_gather', or smaller axes"
+                    f"the exchange of {axes} from the sequence to the heads needs the {self.rule.sizes[dst]} heads "
+                    "(or kv heads) to divide by "
+                    f"{count(grown, self.mesh)}, the size of {grown}. Use attention='ring' or 'all_gather', or "
+                    "smaller axes"
                 )
             self.axes[dst] = grown
         sol = self._results()
@@ -153,7 +181,7 @@ class Solver:
     def _results(self) -> Solution:
         rule, sol = self.rule, Solution(self.axes)
         stays = self._staying()
-        for i, p in enumerate(self.operands):
+        for i in range(len(self.operands)):
             dims = self._dims(rule.ins[i])
             target = Placement(dims, frozenset(stays.get(i, ())))
             sol.targets.append(target)
@@ -173,7 +201,10 @@ class Solver:
     def _staying(self) -> dict[int, tuple[str, ...]]:
         """For each operand, the mesh axes over which it may stay a pending sum."""
         rule = self.rule
-        pending = {i: [a for a in self.mesh if a in p.home.pending and a not in self.owner] for i, p in enumerate(self.operands)}
+        pending = {
+            i: [a for a in self.mesh if a in p.home.pending and a not in self.owner]
+            for i, p in enumerate(self.operands)
+        }
         out: dict[int, tuple[str, ...]] = {}
         if rule.joint:
             scalars = all(self.operands[i].type.shape == () for i in rule.linear)
@@ -185,7 +216,9 @@ class Solver:
                     out[i] = tuple(everyone)
             return out
         for i in rule.linear:
-            mine = tuple(a for a in pending[i] if all(a not in self.operands[j].home.pending for j in pending if j != i))
+            mine = tuple(
+                a for a in pending[i] if all(a not in self.operands[j].home.pending for j in pending if j != i)
+            )
             if mine:
                 out[i] = mine
         return out
@@ -203,7 +236,12 @@ class Solver:
             if not resolved:
                 return "slice"
             return "scalar" if p.type.shape == () else "mirror" if self.backward else "sum" if p.reduced else PENDING
-        whole = {a for f, axes in split_dims(self.rule.ins[i], home.dims, self.rule.sizes, self.mesh).items() if f in self.rule.whole for a in axes}
+        whole = {
+            a
+            for f, axes in split_dims(self.rule.ins[i], home.dims, self.rule.sizes, self.mesh).items()
+            if f in self.rule.whole
+            for a in axes
+        }
         if all(a in whole for a in lost):
             return "rule" if self.rule.declared else "needs a whole dimension"
         if all(self.owner.get(a, ("", ""))[1] == "weight" for a in lost):

@@ -1,6 +1,7 @@
 """From one placement to another by the cheapest sequence of collectives.
 
-A shortest path over placements. The moves, and what each costs a rank in bytes received (plus a fixed price a collective):
+A shortest path over placements. The moves, and what each costs a rank in bytes received (plus a fixed price a
+collective):
 
     slice            free        add a mesh axis to a dimension of a value that is the same on that axis
     all_gather       (n-1)·b     take the last axes of a dimension off it
@@ -9,8 +10,8 @@ A shortest path over placements. The moves, and what each costs a rank in bytes 
     all_reduce       2(n-1)/n·b  a pending sum becomes whole
     ppermute         b           reorder the axes of one dimension
 
-with b the local bytes before the move and n the size of the group. Ties are broken by the order of the mesh, so every rank
-finds the same path.
+with b the local bytes before the move and n the size of the group. Ties are broken by the order of the mesh, so every
+rank finds the same path.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Move:
     perm: tuple[tuple[int, int], ...] = ()
 
 
-def plan(src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> tuple[float, tuple[Move, ...]]:
+def plan(
+    src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]
+) -> tuple[float, tuple[Move, ...]]:
     """Cheapest moves from `src` to `dst` for a tensor of global `shape`; (cost, moves).
 
     Raises ShardingError when there is none: a whole value cannot become a pending sum.
@@ -53,7 +56,9 @@ def plan(src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int, 
 
 
 @lru_cache(maxsize=65536)
-def _plan(src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int, items: tuple[tuple[str, int], ...]) -> tuple[float, tuple[Move, ...]]:
+def _plan(
+    src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int, items: tuple[tuple[str, int], ...]
+) -> tuple[float, tuple[Move, ...]]:
     sizes = dict(items)
     if src == dst:
         return 0.0, ()
@@ -79,7 +84,9 @@ def _plan(src: Placement, dst: Placement, shape: tuple[int, ...], itemsize: int,
     raise ShardingError(f"no sequence of collectives moves {src} to {dst}")
 
 
-def _moves(here: Placement, dst: Placement, shape: tuple[int, ...], nbytes: int, sizes: Mapping[str, int]) -> Iterator[tuple[float, Move]]:
+def _moves(
+    here: Placement, dst: Placement, shape: tuple[int, ...], nbytes: int, sizes: Mapping[str, int]
+) -> Iterator[tuple[float, Move]]:
     dims = here.dims
     target = {a: d for d, axes in enumerate(dst.dims) for a in axes}
     for d, axes in enumerate(dims):
@@ -94,7 +101,10 @@ def _moves(here: Placement, dst: Placement, shape: tuple[int, ...], nbytes: int,
         if len(axes) > 1:
             for order in permutations(axes):
                 if order != axes and order[0] in target and target[order[0]] == d:
-                    yield LATENCY + nbytes, Move("ppermute", axes, (d,), _with(here, {d: order}), _reorder(axes, order, sizes))
+                    yield (
+                        LATENCY + nbytes,
+                        Move("ppermute", axes, (d,), _with(here, {d: order}), _reorder(axes, order, sizes)),
+                    )
     free = [a for a in sizes if a not in here.used and a in target]
     for a in free:
         d = target[a]
@@ -108,7 +118,10 @@ def _moves(here: Placement, dst: Placement, shape: tuple[int, ...], nbytes: int,
         for d in sorted({target[a] for a in group if a in target}):
             for order in permutations(group):
                 if all(target.get(a) == d for a in group) and _fits(dims[d] + order, shape[d], sizes):
-                    yield LATENCY + nbytes * (n - 1) / n, Move("reduce_scatter", order, (d,), Placement(_with(here, {d: dims[d] + order}).dims, rest))
+                    yield (
+                        LATENCY + nbytes * (n - 1) / n,
+                        Move("reduce_scatter", order, (d,), Placement(_with(here, {d: dims[d] + order}).dims, rest)),
+                    )
 
 
 def _groups(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -125,7 +138,8 @@ def _fits(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> bool:
 
 
 def _reorder(old: tuple[str, ...], new: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
-    """Pairs (src, dst) of indices in the group `old`: who holds a block, and who shall hold it under the order `new`."""
+    """Pairs (src, dst) of indices in the group `old`: who holds a block, and who shall hold it under the order
+    `new`."""
     pairs = []
     for rank in range(count(old, sizes)):
         coords, rest = {}, rank

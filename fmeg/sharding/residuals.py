@@ -1,9 +1,9 @@
 """What the backward pass keeps and what it does again, chosen on local Programs by local bytes.
 
-    inside a remat region   nothing is kept but what the policy names
-    all_gather              its (smaller) input is kept and gathered again; a parameter's shard is there anyway
-    cheap operations        done again when all they need is kept or free
-    everything else         kept
+inside a remat region   nothing is kept but what the policy names
+all_gather              its (smaller) input is kept and gathered again; a parameter's shard is there anyway
+cheap operations        done again when all they need is kept or free
+everything else         kept
 """
 
 from __future__ import annotations
@@ -129,7 +129,12 @@ class _Choice:
         todo = list(wanted.values())
         while todo:
             v = todo.pop()
-            if id(v) not in self.inputs and id(v) not in self.saved and v.node is not None and id(v.node) not in self.redone:
+            if (
+                id(v) not in self.inputs
+                and id(v) not in self.saved
+                and v.node is not None
+                and id(v.node) not in self.redone
+            ):
                 self.redone.add(id(v.node))
                 todo += v.node.operands()
 
@@ -191,7 +196,10 @@ def rematerialise(joint: Program) -> Program:
     choice = _choose(joint, joint.inputs)
     swap: dict[int, Value] = {}
     backward = _rewrite(joint, choice, swap)
-    outputs = tuple(swap.get(id(v), v) if isinstance(v, Value) and v.node is not None and v.node.phase == "B" else v for v in joint.outputs)
+    outputs = tuple(
+        swap.get(id(v), v) if isinstance(v, Value) and v.node is not None and v.node.phase == "B" else v
+        for v in joint.outputs
+    )
     forward = [n for n in joint.nodes if n.phase == "F"]
     return dce(Program(joint.inputs, [*forward, *backward], outputs, joint.names, joint.name))
 
@@ -214,7 +222,12 @@ def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[
     outputs = tuple(swap.get(id(v), v) for v in grads)
     extra = [v for v in joint.inputs[:n_carry] if any(o is v for o in outputs)]
     assert not extra, "a gradient of a scan body is its carry"
-    forward = Program(joint.inputs[:n_inputs], [n for n in joint.nodes if n.phase == "F"], (*joint.outputs[:n_outputs], *residuals), name=joint.name)
+    forward = Program(
+        joint.inputs[:n_inputs],
+        [n for n in joint.nodes if n.phase == "F"],
+        (*joint.outputs[:n_outputs], *residuals),
+        name=joint.name,
+    )
     inputs = (*joint.inputs[n_inputs:], *stand_ins, *joint.inputs[n_carry:n_inputs])
     backward = Program(inputs, backward_nodes, outputs, name=f"{joint.name}.backward")
     return coalesce(dce(forward)), coalesce(dce(backward)), len(residuals)

@@ -18,7 +18,9 @@ from fmeg.sharding.residuals import rematerialise, split
 from fmeg.sharding.value import Placed, Placement
 
 HANDLE = TensorType((), torch.uint8)
-SETTLE = 4  # rounds in which a carry may follow the body's placement; then it keeps what both agree on (carries that swap)
+SETTLE = (
+    4  # rounds in which a carry may follow the body's placement; then it keeps what both agree on (carries that swap)
+)
 
 
 @dataclass
@@ -86,7 +88,10 @@ def _scan_body(part: Partitioner, node: Node, scan: Scan, body: Program) -> _Pai
         carries = after
     outs = [child.get(child.placed(o), home, "border") for o, home in zip(body.outputs[:n_c], carries, strict=True)]
     y_homes = [child.placed(o).home.whole() for o in body.outputs[n_c : n_c + scan.n_ys]]
-    ys = [child.get(child.placed(o), home, "border") for o, home in zip(body.outputs[n_c : n_c + scan.n_ys], y_homes, strict=True)]
+    ys = [
+        child.get(child.placed(o), home, "border")
+        for o, home in zip(body.outputs[n_c : n_c + scan.n_ys], y_homes, strict=True)
+    ]
     starts = [part.get(p, home, "border") for p, home in zip(operands, carries, strict=False)]
     op = LocalScan(Program((), [], (), name=body.name), scan.length, n_c, n_x, scan.n_ys)
     args = (*starts, *(v for v, _ in slices), *(v for v, _ in consts))
@@ -148,7 +153,7 @@ def scan_backward(part: Partitioner, node: Node) -> None:
 
 
 def accumulate(part: Partitioner, node: Node) -> None:
-    """The body once a microbatch; every result is a sum and may stay pending. """
+    """The body once a microbatch; every result is a sum and may stay pending."""
     acc: Accumulate = node.op
     operands = [part.placed(v) for v in node.operands()]
     child = Partitioner(part.ctx, acc.body.name)
@@ -201,11 +206,16 @@ def shard_map(part: Partitioner, node: Node) -> None:
     """The local body as it is, between the given specs."""
     op: ShardMap = node.op
     if dict(op.axis_sizes) != dict(part.ctx.all_sizes):
-        raise ShardingError(f"shard_map at {node.source} was traced for a mesh of {op.axis_sizes}, but the program runs on {dict(part.ctx.all_sizes)}")
+        raise ShardingError(
+            f"shard_map at {node.source} was traced for a mesh of {op.axis_sizes}, but the program runs on "
+            f"{dict(part.ctx.all_sizes)}"
+        )
 
     def placement(spec: Any, pending: frozenset[str] = frozenset()) -> Placement:
         big = part.ctx.sizes
-        return Placement(tuple(tuple(a for a in axes if a in big) for axes in spec), frozenset(a for a in pending if a in big))
+        return Placement(
+            tuple(tuple(a for a in axes if a in big) for axes in spec), frozenset(a for a in pending if a in big)
+        )
 
     child = Partitioner(replace(part.ctx, sizes={}, table={}, strict=False), op.body.name)  # local code is one device's
     for inner, v, spec in zip(op.body.inputs, node.operands(), op.in_specs, strict=True):
@@ -230,5 +240,3 @@ HANDLERS = {
     Gradient: gradient,
     ShardMap: shard_map,
 }
-
-

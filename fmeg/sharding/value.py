@@ -41,7 +41,9 @@ class Placement:
         for n, axes in zip(shape, self.dims, strict=True):
             local = local_size(n, axes, sizes)
             if local is None:
-                raise ShardingError(f"a dimension of size {n} does not divide by {count(axes, sizes)}, the size of {axes}")
+                raise ShardingError(
+                    f"a dimension of size {n} does not divide by {count(axes, sizes)}, the size of {axes}"
+                )
             out.append(local)
         return tuple(out)
 
@@ -64,7 +66,8 @@ def count(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 class Sizes(dict[str, int]):
-    """Sizes of mesh axes; `stored` = (axis, layers, rows) where a pipeline stores `layers` unevenly, as `rows` on each rank."""
+    """Sizes of mesh axes; `stored` = (axis, layers, rows) where a pipeline stores `layers` unevenly, as `rows` on each
+    rank."""
 
     def __init__(self, sizes: Mapping[str, int], stored: tuple[str, int, int] | None = None) -> None:
         super().__init__(sizes)
@@ -96,7 +99,8 @@ class Placed:
     weight   computed from parameters alone: activations move to it, not it to them
     blocks   rows of a batch are held as `blocks` microbatches, each sharded like the batch
     reduced  its pending sum comes from a reduction that the program wrote (`x.sum(0)`), not from a contraction
-    derived  an elementwise function (a cast) of a parameter at rest: its cotangent is reduced after that function's, in the
+    derived  an elementwise function (a cast) of a parameter at rest: its cotangent is reduced after that function's, in
+             the
              parameter's own dtype
     make     for creation operations: builds the local value directly in a placement
     """

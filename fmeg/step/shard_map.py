@@ -66,7 +66,8 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh, in_specs: Sequence[Any], ou
             if len(flat) != len(tree.leaves(a)):
                 raise ShardingError(
                     f"shard_map({name}): in_specs[{i}] has {len(flat)} specs for {len(tree.leaves(a))} tensors of "
-                    f"args[{i}]; give one for all, or a tree of the same structure"
+                    f"args[{i}]; "
+                    "give one for all, or a tree of the same structure"
                 )
             for path, leaf, p in zip(tree.paths(a), tree.leaves(a), flat, strict=True):
                 what = f"args[{i}]{'.' + path if path else ''} of {name}"
