@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.stopping = True  # note where gradients stop; off once a Program is differentiated
         self._entries: dict[int, _Entry] = {}
         self._parent_paused = False
-        self._grad_mode: list[bool] = []  # outside: a trace begins with gradients on, wherever it is called
+        self._modes: list[ExitStack] = []
 
     # -- entering ---------------------------------------------------------------------------------------------------
     def __enter__(self) -> Recorder:
@@ -91,14 +91,16 @@ class Recorder(TorchDispatchMode):
         else:
             self._parent_paused, self.parent.paused = self.parent.paused, True
         stack.append(self)
-        self._grad_mode.append(torch.is_grad_enabled())
-        torch._C._set_grad_enabled(True)
+        modes = ExitStack()  # a trace begins with gradients on, wherever it is called
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        self._modes.append(modes)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        torch._C._set_grad_enabled(self._grad_mode.pop())
+        self._modes.pop().close()
         _LOCAL.stack.pop()
         if self.parent is None:
             self.fake.__exit__(*exc)
@@ -128,7 +130,7 @@ class Recorder(TorchDispatchMode):
     # -- tensors and values -----------------------------------------------------------------------------------------
     def fake_like(self, t: TensorType) -> torch.Tensor:
         """A fresh fake tensor, unbound."""
-        with self.pause(), self.fake:
+        with self.pause(), self.fake, torch.inference_mode(False):
             return torch.empty(t.shape, dtype=t.dtype)
 
     def new_input(self, t: TensorType, name: str = "") -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -66,12 +67,11 @@ def _const(part: Partitioner, p: Placed) -> tuple[Value, Placed]:
     return local, Placed(p.type, home, weight=p.weight, use=home if p.use is not None else None)
 
 
-def _scan_body(part: Partitioner, node: Node, scan: Scan, body: Program) -> _PairState:
+def _scan_body(part: Partitioner, node: Node, scan: Scan, body: Program, forward: Sequence[Node]) -> _PairState:
     """Partition the forward nodes of a body to a fixpoint of the carry's placement."""
     operands = [part.placed(v) for v in node.operands()]
     n_c, n_x = scan.n_carry, scan.n_xs
     carries = [p.home.whole() for p in operands[:n_c]]
-    forward = [n for n in body.nodes if n.phase == "F"]
     slices = [_slice(part, p) for p in operands[n_c : n_c + n_x]]
     consts = [_const(part, p) for p in operands[n_c + n_x :]]
     for attempt in count():
@@ -109,14 +109,14 @@ def _fresh(p: Placed) -> Placed:
 
 def scan(part: Partitioner, node: Node) -> None:
     """A scan without a gradient."""
-    st = _scan_body(part, node, node.op, node.op.body)
+    st = _scan_body(part, node, node.op, node.op.body, node.op.body.nodes)
     st.op.body = st.child.finish(st.inputs, st.outputs)
 
 
 def scan_forward(part: Partitioner, node: Node) -> None:
     """The forward half; its body is completed when the backward half says what it needs."""
     pair = node.op.pair
-    st = _scan_body(part, node, pair.scan, pair.joint)
+    st = _scan_body(part, node, pair.scan, pair.joint, pair.phase("F"))
     st.op.body = st.child.finish(st.inputs, st.outputs)
     part.pairs[id(pair)] = st
 

@@ -20,7 +20,7 @@ from fmeg.program.ir import Program, TensorType, Value
 from fmeg.program.passes import ancestors
 from fmeg.program.recorder import Recorder
 from fmeg.program.structured import GRADIENT, Accumulate, SplitRows
-from fmeg.program.trace import argument_paths, record_flat
+from fmeg.program.trace import argument_paths, record_flat, type_of
 
 LossFn = Callable[..., Any]
 CONTRACT = (
@@ -112,6 +112,7 @@ def value_and_grad(
 
     def run(params: Any, batch: Any, *rest: Any) -> Any:
         rec = recorder.active()
+        _refuse_arrays(loss_fn, (params, batch, *rest))
         if rec is not None and torch._C._functorch.peek_interpreter_stack() is None:
             return _traced(rec, loss_fn, microbatches, params, batch, rest, schedule, stages)
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -123,6 +124,16 @@ def value_and_grad(
 
 def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _refuse_arrays(loss_fn: LossFn, args: tuple) -> None:
+    for i, x in enumerate(tree.leaves(args)):
+        if not isinstance(x, torch.Tensor) and type_of(x) is not None:
+            raise TypeError(
+                f"value_and_grad({_name(loss_fn)}): {argument_paths(loss_fn, args)[i]} is of type {type(x).__name__}; "
+                "expected a tensor. What lives on a mesh is for functions under fmeg.jit: call value_and_grad inside "
+                "one, or pass global_value()"
+            )
 
 
 def _rows(batch: Any, steps: int, name: str) -> None:

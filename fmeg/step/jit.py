@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from fmeg.sharding.value import Placed, Placement, Sizes, count, local_size
 from fmeg.step.state import Axes, TrainState
 
 BATCH_AXES = ("batch", "seq")
+log = logging.getLogger("fmeg")
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,21 @@ class Jitted:
             self._refuse_static(args, leaves, types)
             raise
         if compiled is None:
+            if self._cache:
+                log.info("jit(%s): traced again, because %s", self.name, self._why(args, key))
             compiled = self._cache[key] = self.lower(*args).compile()
         return compiled([x for x, t in zip(leaves, types, strict=True) if t is not None])
+
+    def _why(self, args: tuple, key: tuple) -> str:
+        """How a call differs from the one traced last."""
+        treedef, types, static = next(reversed(self._cache))
+        if key[0] != treedef:
+            return f"the arguments have the structure {key[0]}, had {treedef}"
+        now, before = (zip(*k[1:], strict=True) for k in (key, (treedef, types, static)))
+        for path, (t, s), (old, old_s) in zip(argument_paths(self.fn, args), now, before, strict=True):
+            if (t, s) != (old, old_s):
+                return f"{path} is {t or repr(s[1])}, was {old or repr(old_s[1])}"
+        return "the arguments differ"
 
     def _bound(self, args: tuple, kwargs: dict) -> tuple:
         """Keyword arguments in their places."""
@@ -474,7 +489,8 @@ def jit(
               A plain tensor stays the caller's
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
-    another value is another trace. Inside a traced function a jitted one is its plain function.
+    another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a
+    traced function a jitted one is its plain function.
 
     >>> import torch
     >>> from fmeg.mesh import Mesh

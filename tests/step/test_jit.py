@@ -64,6 +64,18 @@ def test_other_types_structures_and_static_values_are_other_traces():
     assert len(calls) == 2 * 7
 
 
+def test_a_retrace_says_why(caplog):
+    f = jit(lambda a, n: a["x"] * n)
+    x = torch.ones(2, 3)
+    with caplog.at_level("INFO", logger="fmeg"):
+        for a, n in [({"x": x}, 2), ({"x": x[:1]}, 2), ({"x": x[:1]}, 3), ({"x": x[:1], "y": x}, 3), ({"x": x}, 2)]:
+            f(a, n)
+    said = [r.getMessage() for r in caplog.records]
+    assert said[0] == "jit(<lambda>): traced again, because a.x is f32[1, 3], was f32[2, 3]"
+    assert said[1].endswith("because n is 3, was 2")
+    assert "the arguments have the structure" in said[2] and len(said) == 3
+
+
 def test_static_values_are_compared_by_type_too():
     """1, 1.0 and True are equal in Python, and not the same program."""
     f = jit(lambda x, n: x * n)

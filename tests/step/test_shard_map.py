@@ -211,30 +211,49 @@ def test_in_a_scan_over_layers():
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-IDENTITY = lambda x: x
+ROWS = P("a", None)
 
 
-@pytest.mark.parametrize(
-    ("make", "args", "error", "message"),
-    [
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=(P("c", None),), out_specs=P()), (X,), ShardingError, r"in_specs\[0\] names the mesh axis 'c', but the mesh has a, b"),
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=(P("a", "a"),), out_specs=P()), (X,), ShardingError, "on the mesh axis 'a'"),
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=(P("a"),), out_specs=P()), (X,), ShardingError, r"args\[0\] of <lambda> is \(4, 4\), but its spec is P\('a'\); give one entry"),
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=(P(), P()), out_specs=P()), (X,), ShardingError, r"2 in_specs for 1 arguments"),
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=([P("a", None)] * 2,), out_specs=P()), ([X],), ShardingError, r"in_specs\[0\] has 2 specs for 1 tensors of args\[0\]"),
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=(P("a", None),), out_specs=P("a", None)), (X[:3],), ShardingError, r"args\[0\] of <lambda> of shape \(3, 4\).*2 does not evenly divide 3"),
-        (lambda: shard_map(IDENTITY, mesh=MESH, in_specs=(P("a", None),), out_specs=P("a")), (X,), ShardingError, r"out_specs\[0\] is .*give one entry a dimension"),
-        (lambda: shard_map(lambda x: (x, x), mesh=MESH, in_specs=(P("a", None),), out_specs=[P("a", None)]), (X,), ShardingError, "1 out_specs for 2 results"),
-        (lambda: shard_map(lambda x: (x, 3), mesh=MESH, in_specs=(P("a", None),), out_specs=P("a", None)), (X,), ShardingError, r"result 1 of <lambda> is 3"),
-        (lambda: shard_map(lambda x: all_reduce(x, ("c",)), mesh=MESH, in_specs=(P("a", None),), out_specs=P("a", None)), (X,), MeshError, "the mesh has no axis 'c'; it has a, b"),
-        (lambda: shard_map(lambda x: all_reduce(x, ("a",), op="mean"), mesh=MESH, in_specs=(P("a", None),), out_specs=P("a", None)), (X,), MeshError, "'sum' or 'max', given 'mean'"),
-        (lambda: shard_map(lambda x: reduce_scatter(x[:, :3], ("a",), 1), mesh=MESH, in_specs=(P("a", None),), out_specs=P("a", None)), (X,), MeshError, "size 3 does not divide into 2 parts"),
-    ],
-    ids=range(12),
-)  # fmt: skip
-def test_errors(make, args, error, message):
+def failing(fn=lambda x: x, ins=(ROWS,), outs=ROWS):
+    return shard_map(fn, mesh=MESH, in_specs=ins, out_specs=outs)
+
+
+ERRORS = {
+    "axis": (
+        failing(ins=(P("c", None),)),
+        X,
+        ShardingError,
+        r"in_specs\[0\] names the mesh axis 'c', but the mesh has a, b",
+    ),
+    "twice": (failing(ins=(P("a", "a"),)), X, ShardingError, "on the mesh axis 'a'"),
+    "rank": (failing(ins=(P("a"),)), X, ShardingError, r"args\[0\] of <lambda> is \(4, 4\), but its spec is P\('a'\)"),
+    "arguments": (failing(ins=(P(), P())), X, ShardingError, "2 in_specs for 1 arguments"),
+    "leaves": (
+        failing(ins=([ROWS, ROWS],)),
+        [X],
+        ShardingError,
+        r"in_specs\[0\] has 2 specs for 1 tensors of args\[0\]",
+    ),
+    "size": (failing(), X[:3], ShardingError, r"args\[0\] of <lambda> of shape \(3, 4\).*2 does not evenly divide 3"),
+    "result": (failing(outs=P("a")), X, ShardingError, r"out_specs\[0\] is .*give one entry a dimension"),
+    "results": (failing(lambda x: (x, x), outs=[ROWS]), X, ShardingError, "1 out_specs for 2 results"),
+    "no tensor": (failing(lambda x: (x, 3)), X, ShardingError, "result 1 of <lambda> is 3"),
+    "inside": (failing(lambda x: all_reduce(x, ("c",))), X, MeshError, "the mesh has no axis 'c'; it has a, b"),
+    "op": (failing(lambda x: all_reduce(x, ("a",), op="mean")), X, MeshError, "'sum' or 'max', given 'mean'"),
+    "parts": (
+        failing(lambda x: reduce_scatter(x[:, :3], ("a",), 1)),
+        X,
+        MeshError,
+        "size 3 does not divide into 2 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    fn, arg, error, message = ERRORS[case]
     with pytest.raises(error, match=message):
-        make()(*args)
+        fn(arg)
 
 
 def test_collectives_outside_of_local_code():
