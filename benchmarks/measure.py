@@ -32,7 +32,7 @@ class Times:
 
 
 def interleave(fns: Mapping[str, Thunk], repeats: int, warmup: int = 1) -> dict[str, Times]:
-    """Run all functions in turn, `repeats` times over, so that what disturbs one disturbs all."""
+    """Run all functions in turn, `repeats` times over, each time another first: what disturbs one disturbs all."""
     for _ in range(warmup):
         for fn in fns.values():
             fn()
@@ -41,8 +41,10 @@ def interleave(fns: Mapping[str, Thunk], repeats: int, warmup: int = 1) -> dict[
     gc.collect()
     gc.disable()
     try:
-        for _ in range(repeats):
-            for name, fn in fns.items():
+        for i in range(repeats):
+            names = list(fns)
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                fn = fns[name]
                 w, c = time.perf_counter(), time.process_time()
                 fn()
                 cpu[name].append(time.process_time() - c)

@@ -36,8 +36,8 @@ BATCH, SEQ = 256, 8192
 FRESH = """
 import time
 from benchmarks import trace as t
-step, state, batch = t.problem({n})
 wall, cpu = time.perf_counter(), time.process_time()
+step, state, batch = t.problem({n})
 t.fmeg.jit(step, mesh=t.{mesh}, layout=t.LAYOUT, strict=True).lower(state, batch)
 print(time.perf_counter() - wall, time.process_time() - cpu)
 """
@@ -93,7 +93,7 @@ def main() -> None:
     code = {f"{n} layers": FRESH.format(n=n, mesh="SMALL") for n in problems}
     code["32 layers, 16384 ranks"] = FRESH.format(n=32, mesh="LARGE")
     times = in_fresh_processes(code, min(args.repeats, 3))
-    rows += rows_of("the same, first call in a process", times, {}, "2 layers")
+    rows += rows_of("trace init, then all of that, as a process's first", times, {}, "2 layers")
     finish(rows, args)
 
 
