@@ -49,6 +49,8 @@ def policy(p: str | Policy) -> Policy:
 def remat(fn: Callable[..., Any], policy: str | Policy = "full") -> Callable[..., Any]:
     """`fn` with the same results and gradients, whose inner values are recomputed in the backward pass.
 
+    Of a scan inside, the carry of each step is kept. Eager, every policy but "none" keeps the arguments alone.
+
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
     >>> remat(lambda t: (t * t).sin())(x).sum().backward()

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fmeg.program.errors import TraceError
-from fmeg.program.ir import Node, Program, TensorType, Value
+from fmeg.program.ir import Node, Program, TensorType, Value, values_in
 from fmeg.program.lines import custom_function, user_line, variable_name
 
 aten = torch.ops.aten
@@ -74,7 +74,8 @@ class Recorder(TorchDispatchMode):
         self.paused = False
         self.phase = "F"
         self.source: str | None = None
-        self.tags: dict[str, Any] = {}
+        inherited = parent.tags.get("remat") if parent else None  # a body inside a region belongs to it
+        self.tags: dict[str, Any] = {"remat": inherited} if inherited else {}
         self.declared_axes: set[str] = parent.declared_axes if parent else set()
         self.mesh_sizes: dict[str, int] | None = parent.mesh_sizes if parent else None
         self.counter = 0
@@ -270,6 +271,9 @@ class Recorder(TorchDispatchMode):
         tensors = out if isinstance(out, (tuple, list)) else (out,)
         if not all(isinstance(t, torch.Tensor) for t in tensors):
             return self._mixed(func, vargs, vkwargs, out)
+        takes_dtype = any(a.name == "dtype" for a in func._schema.arguments)
+        if takes_dtype and vkwargs.get("dtype") is None and not any(True for _ in values_in(vargs)):
+            vkwargs["dtype"] = out.dtype  # a default, of the moment, becomes part of the program
         values = self.emit(func, vargs, vkwargs, [TensorType.of(t) for t in tensors])
         for i, (t, v) in enumerate(zip(tensors, values, strict=True)):
             self.bind(t, v)

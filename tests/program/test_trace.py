@@ -80,6 +80,21 @@ def test_constants():
     same(written, X)
 
 
+def test_default_dtypes_are_those_of_the_trace():
+    before = torch.get_default_dtype()
+    program = trace(lambda: (torch.zeros(2), torch.arange(3), torch.arange(3.0), torch.full((2,), 1.5))).program
+    try:
+        torch.set_default_dtype(torch.float64)
+        got = run(program, [])
+    finally:
+        torch.set_default_dtype(before)
+    assert (
+        [t.dtype for t in got]
+        == [v.dtype for v in program.outputs]
+        == [torch.float32, torch.int64, *[torch.float32] * 2]
+    )
+
+
 def test_functional_transforms_inside():
     same(lambda x: torch.func.grad(lambda y: (y**3).sum())(x), X)
     same(lambda x: torch.func.vmap(lambda r: r.cumsum(0))(x), X)
@@ -116,8 +131,10 @@ def test_unused_nodes_are_dropped():
 def test_one_trace_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         trace(lambda x: x / (1 // 0), X)
+    with pytest.raises(ZeroDivisionError):
+        trace(lambda x: scan(lambda c, a: (c / (1 // 0), None), x[0], x), X)
     same(lambda x: x + 1, X)
-    assert torch.equal(X + 1, X + 1)
+    assert torch.equal(X + 1, X + 1) and torch.is_grad_enabled()
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------

@@ -176,6 +176,24 @@ def test_remat_by_name():
     assert residuals(lambda f: remat(f, save_names("other")), *ONE)[0] == residuals(remat, *ONE)[0]
 
 
+def test_remat_around_a_scan():
+    """Of every step its carry is kept, as with remat around the body."""
+
+    def around(wrap):
+        def loss(p: dict, x: Tensor) -> tuple[Tensor, int]:
+            run = wrap(lambda x: scan(lambda c, q: (layer(c, q), None), x, p)[0])
+            return run(shard(x, P("batch", "res_seq", None))).square().sum(), 1
+
+        step = lambda params, batch: value_and_grad(loss)(params, batch)
+        low = lower(step, TYPES, TensorType((B, S, D), F64), mesh=Mesh(), layout=Layout(), axes=AXES)
+        (forward,) = [n for n in nodes(low) if isinstance(n.op, LocalScan)]
+        kept = list(values_in(forward.op.body.outputs))[-loop_of(forward).kept :]
+        return Counter(v.type.shape for v in kept)
+
+    assert around(remat) == Counter({(B, S, D): 1})
+    assert around(PLAIN) == Counter({(B, S, D): 1, (B, S, E): 1})
+
+
 def test_no_remat():
     assert residuals(lambda f: remat(f, "none"), *ONE) == residuals(PLAIN, *ONE)
 

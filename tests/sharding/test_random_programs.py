@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmeg import Layout, Mesh, jit, tree, value_and_grad
+from fmeg.program.ir import Program
+from fmeg.program.structured import loop_of
 from tests.program.random_programs import BINARY, INDEXED, UNARY, build, draw, inputs
 
 X, Y, Z, I = inputs()
@@ -29,6 +33,14 @@ def layouts(draw) -> Layout:
     return Layout(**draw(view("xyzi")), **views)
 
 
+def bodies(program: Program) -> Iterator[Program]:
+    """A local Program and those inside its loops."""
+    yield program
+    for node in program.nodes:
+        if (loop := loop_of(node)) is not None:
+            yield from bodies(loop.body)
+
+
 def check(steps: list, mesh: Mesh, layout: Layout) -> None:
     fn = build(steps)
 
@@ -39,6 +51,8 @@ def check(steps: list, mesh: Mesh, layout: Layout) -> None:
         return value_and_grad(lambda p, b: (values(p, b)[0] * 1, 2))(params, batch)
 
     for f in (values, step):
+        for body in bodies(jit(f, mesh=mesh, layout=layout, axes=AXES).lower(PARAMS, BATCH).program):
+            body.check()
         want = f(PARAMS, BATCH)
         got = jit(f, mesh=mesh, layout=layout, axes=AXES)(PARAMS, BATCH)
         for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
