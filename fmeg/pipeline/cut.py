@@ -14,12 +14,13 @@ those it has, so that each use of a parameter is differentiated where it happens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fmeg.ops.shard import name_p
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.program.ir import Node, Program, Value, map_values
 from fmeg.program.passes import dce
@@ -39,6 +40,7 @@ class Stage:
                the first), gradients
     sums       outputs of the body that `forward` gives, in order
     gradients  outputs of the body that `backward` gives, in order
+    n_carry    carries of the scan; n_cts: cotangents that leave, of those carries that are differentiated
     layers     (first, past the last) of the global layers
     """
 
@@ -47,7 +49,7 @@ class Stage:
     sums: tuple[int, ...]
     gradients: tuple[int, ...]
     n_carry: int
-    n_residuals: int
+    n_cts: int
     layers: tuple[int, int]
     first: bool
     last: bool
@@ -58,11 +60,16 @@ class Cutter:
 
     params  indices of the inputs that are parameters
     staged  those of them that are stacks of layers: at run time a stage is given its own rows
-    sums    indices of the outputs that are sums of the loss function (the others are gradients)
+    n_sums  how many of the outputs are sums of the loss function (the others are gradients)
+    stacked indices of the outputs that are gradients of stacks of layers
+
+    A stage holds its own layers of a stack, so outside the scan only operations that keep the layers apart may use one.
     """
 
-    def __init__(self, body: Program, params: Sequence[int], staged: Sequence[int], n_sums: int) -> None:
-        self.body, self.n_sums = body, n_sums
+    def __init__(
+        self, body: Program, params: Sequence[int], staged: Sequence[int], n_sums: int, stacked: Iterable[int] = ()
+    ) -> None:
+        self.body, self.n_sums, self.stacked = body, n_sums, frozenset(stacked)
         forward = [n for n in body.nodes if isinstance(n.op, LocalScan) and n.op.keeps]
         backward = [n for n in body.nodes if isinstance(n.op, LocalScanBackward)]
         if len(forward) != 1 or len(backward) != 1:
@@ -72,9 +79,12 @@ class Cutter:
             )
         self.scan, self.back = forward[0], backward[0]
         self.op: LocalScan = self.scan.op
-        if self.op.n_ys and self.back.op.n_ys:
+        used = {id(v) for n in body.nodes for v in n.operands()} | {id(o) for o in body.outputs}
+        if any(id(o) in used for o in self.scan.outs[self.op.n_carry : self.op.n_carry + self.op.n_ys]):
             raise ScheduleError(
-                "pipeline: a scan whose stacked results are differentiated cannot be cut; return them through the carry"
+                f"pipeline: the results that the scan at {self.scan.source} stacks lie on several stages; add them up "
+                "in the "
+                "carry instead"
             )
         self.kind: dict[int, str] = {}
         self.rows: set[int] = set()  # ids of values that hold a stage's own layers
@@ -89,15 +99,61 @@ class Cutter:
                 self.rows.add(id(v))
         for n in self.body.nodes:
             if n.phase != "F":
+                if _keeps_layers_apart(n) and any(id(v) in self.rows for v in n.operands()):
+                    self.rows.update(id(o) for o in n.outs)  # done again for the backward pass
                 continue
             deps = frozenset().union(*(of[id(v)] for v in n.operands())) if n.operands() else frozenset()
             deps = deps | {"s"} if n is self.scan else deps
             kind = "after" if "s" in deps else "before" if {"p", "b"} <= deps else "shared"
-            rows = n is not self.scan and any(id(v) in self.rows for v in n.operands())
+            rows = self._rows(n, params)
             for o in n.outs:
                 of[id(o)], self.kind[id(o)] = deps, kind
                 if rows:
                     self.rows.add(id(o))
+
+        for o in self.body.outputs[: self.n_sums]:
+            if id(o) in self.rows:
+                raise ScheduleError(
+                    "pipeline: the loss function returns a stack of layers, which lies on several stages"
+                )
+
+    def _rows(self, n: Node, params: set[int]) -> bool:
+        """Whether the results hold a stage's own layers. ScheduleError for what a stage cannot do with its own
+        alone."""
+        if n is self.scan:
+            first, past = self.op.n_carry, self.op.n_carry + self.op.n_xs
+            for i, v in enumerate(n.args):
+                own = id(v) in self.rows
+                if own and not first <= i < past:
+                    raise ScheduleError(
+                        f"pipeline: the scan at {n.source} takes a stack of layers as a carry or a constant"
+                    )
+                if first <= i < past and not own and any(v is w for w in self._of_params(params)):
+                    raise ScheduleError(
+                        f"pipeline: {v.name or 'a value'} is scanned at {n.source} and depends on parameters, but is "
+                        "not "
+                        "stored by layers; declare `layers` as the first logical axis of the parameter"
+                    )
+            return False
+        if not any(id(v) in self.rows for v in n.operands()):
+            return False
+        if _keeps_layers_apart(n):
+            return True
+        raise ScheduleError(
+            f"pipeline: {n.opname} at {n.source} reads the layers of several stages at once (outside the scan over "
+            "layers only "
+            "elementwise operations may); compute it in the scan's body and add it up in the carry"
+        )
+
+    def _of_params(self, params: set[int]) -> list[Value]:
+        """Values that depend on parameters."""
+        on = {id(v) for i, v in enumerate(self.body.inputs) if i in params}
+        found = [v for i, v in enumerate(self.body.inputs) if i in params]
+        for n in self.body.nodes:
+            if n.phase == "F" and n is not self.scan and any(id(v) in on for v in n.operands()):
+                on.update(id(o) for o in n.outs)
+                found += n.outs
+        return found
 
     def stage(self, layers: tuple[int, int], first: bool, last: bool) -> Stage:
         """The pieces of the stage that runs these layers."""
@@ -127,7 +183,7 @@ class Cutter:
         )
         forward = dce(Program((*self.body.inputs, *carries_in), nodes, results, name=f"{self.body.name}.forward"))
         return Stage(
-            forward, back.program(), sums, tuple(back.gradients), op.n_carry, len(residuals), layers, first, last
+            forward, back.program(), sums, tuple(back.gradients), op.n_carry, len(back.cts_out), layers, first, last
         )
 
     def _runs(self, n: Node, first: bool, last: bool) -> bool:
@@ -195,6 +251,11 @@ class Cutter:
         nodes.append(node)
 
 
+def _keeps_layers_apart(n: Node) -> bool:
+    pointwise = isinstance(n.op, torch._ops.OpOverload) and torch.Tag.pointwise in n.op.tags
+    return pointwise or n.op is aten._to_copy.default or n.op is name_p
+
+
 class _Backward:
     """The backward piece of a stage."""
 
@@ -213,7 +274,8 @@ class _Backward:
         self.cts_out = [] if first else [self.swap[id(o)] for o in cut.back.outs[: back.n_carry]]
         self.gradients, self.results = [], []
         for i, o in enumerate(cut.body.outputs):
-            if i >= cut.n_sums and id(o) in self.have and (last or id(o) not in self.seeds):
+            constant = id(o) in self.seeds  # zeros: the runtime makes them where nothing else is
+            if i >= cut.n_sums and id(o) in self.have and not (constant and (i in cut.stacked or not last)):
                 self.gradients.append(i)
                 self.results.append(self.swap.get(id(o), o))
 

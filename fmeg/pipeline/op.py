@@ -150,18 +150,14 @@ class _Partition:
             own = p.in_use is not None
             if own:
                 params.append(i)
-            if own and p.home.dims and p.home.dims[0] == (self.axis,):
+            if own and p.layers and p.home.dims[0] == (self.axis,):
                 staged.append(i)
                 home = p.home.whole()
                 inner = Placed(v.type, self._without(home), {}, self._in_use(p), self._in_use(p), None, True)
             else:
-                dims = p.home.dims[1:] if batched else p.home.dims
-                home = (
-                    Placement(((), *dims))
-                    if batched
-                    else Placement(tuple(tuple(a for a in d if a != self.axis) for d in dims))
-                )
-                inner = Placed(v.type, Placement(home.dims[1:]) if batched else home, {}, p.in_use, p.in_use, None, own)
+                home = Placement(((), *p.home.dims[1:])) if batched else self._off(p.home)
+                use = self._off(p.in_use) if p.in_use is not None else None
+                inner = Placed(v.type, Placement(home.dims[1:]) if batched else home, {}, use, use, None, own)
             args.append(part.get(p, home, "border"))
             inputs.append(child.input(v, inner))
         child.run(op.body.nodes)
@@ -193,6 +189,10 @@ class _Partition:
         for o, (_, placement), value in zip(self.node.outs, types, values, strict=True):
             part.define(o, placement, value)
 
+    def _off(self, p: Placement) -> Placement:
+        """Whole along the pipeline's axis."""
+        return Placement(tuple(tuple(a for a in d if a != self.axis) for d in p.dims))
+
     def _without(self, p: Placement) -> Placement:
         return Placement(((), *p.dims[1:]), p.pending)
 
@@ -210,7 +210,7 @@ class _Runner:
 
     def __init__(self, op: LocalPipeline, backend: Any) -> None:
         self.op, self.ranks = op, ranks_of(backend, op.axis)
-        cutter = Cutter(op.body, op.params, op.staged, op.n_sums)
+        cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
         schedule, spans = op.plan.schedule, op.plan.spans
         compute = schedule.compute()
         self.schedule = compute if isinstance(self.ranks, VirtualRanks) else compute.with_messages()
@@ -220,6 +220,7 @@ class _Runner:
         self.bodies: dict[int, Executable] = {}
         self.pieces = {s: self._pieces(st, s) for s, st in self.stages.items()}
         self.carries = [v.type for v in cutter.scan.args[: cutter.op.n_carry]]
+        self.cts = [v.type for v in cutter.back.args[0]]
 
     def _pieces(self, stage: Stage, s: int) -> Pieces:
         inner, bodies = self.ranks.inner, self.bodies
@@ -228,7 +229,7 @@ class _Runner:
         whole = Executable(stage.backward, inner, bodies) if "B" in kinds else None
         if "I" not in kinds:
             return Pieces(forward, whole)
-        halves = halve_stage(stage.backward, 0 if stage.first else stage.n_carry)
+        halves = halve_stage(stage.backward, stage.n_cts)
         return Pieces(
             forward, whole, Executable(halves.first, inner, bodies), Executable(halves.second, inner, bodies), halves
         )
@@ -239,8 +240,12 @@ class _Runner:
         if isinstance(self.ranks, VirtualRanks):
             run_virtual(schedule, workers)
         else:
-            carries = [torch.empty(t.shape, dtype=t.dtype, device=self.ranks.inner.device) for t in self.carries]
-            run_real(schedule, workers[0], self.ranks, carries, TIMEOUT)
+            device = self.ranks.inner.device
+            like = {
+                way: [torch.empty(t.shape, dtype=t.dtype, device=device) for t in types]
+                for way, types in (("F", self.carries), ("B", self.cts))
+            }
+            run_real(schedule, workers[0], self.ranks, like, TIMEOUT)
         return [
             self.ranks.join([self._result(w, r, i) for w, r in zip(workers, self.ranks.mine, strict=True)])
             for i in range(len(op.body.outputs))
@@ -273,11 +278,13 @@ class _Runner:
             return worker.sums[i].result() if i in worker.sums else self._zeros(i)
         owned = op.plan.schedule.stages_of(rank)
         if i in op.stacked:
-            parts = [worker.gradients[i, s].result() for s in owned if (i, s) in worker.gradients]
-            missing = op.plan.rows - sum(hi - lo for lo, hi in (op.plan.spans[s] for s in owned))
-            if missing:
-                t = op.body.outputs[i].type
-                parts.append(torch.zeros((missing, *t.shape[1:]), dtype=t.dtype, device=b.device))
+            sizes = [hi - lo for lo, hi in (op.plan.spans[s] for s in owned)]
+            parts = [
+                worker.gradients[i, s].result() if (i, s) in worker.gradients else self._zeros(i, n)
+                for s, n in zip(owned, sizes, strict=True)
+            ]
+            if padding := op.plan.rows - sum(sizes):
+                parts.append(self._zeros(i, padding))
             return parts[0] if len(parts) == 1 else b.call(torch.cat, (parts,))
         parts = [worker.gradients[i, s].result() for s in reversed(owned) if (i, s) in worker.gradients]
         total = parts[0] if parts else self._zeros(i)
@@ -285,6 +292,7 @@ class _Runner:
             total = b.call(torch.add, (total, p))
         return total
 
-    def _zeros(self, i: int) -> torch.Tensor:
+    def _zeros(self, i: int, rows: int | None = None) -> torch.Tensor:
         t = self.op.body.outputs[i].type
-        return torch.zeros(t.shape, dtype=t.dtype, device=self.ranks.inner.device)
+        shape = t.shape if rows is None else (rows, *t.shape[1:])
+        return torch.zeros(shape, dtype=t.dtype, device=self.ranks.inner.device)

@@ -9,7 +9,7 @@ waited for by their consumer, sends at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -107,7 +107,7 @@ class Worker:
         return self.stages[s]
 
     def _n_cts(self, s: int) -> int:
-        return 0 if self.stages[s].first else self.stages[s].n_carry
+        return self.stages[s].n_cts
 
     def _add(self, s: int, outputs: Sequence[int], values: Sequence[Any]) -> None:
         """Add gradients; `outputs` are indices among the results of the backward piece."""
@@ -213,9 +213,10 @@ def _check_left(workers: dict[int, Worker]) -> None:
 
 
 def run_real(
-    schedule: Schedule, worker: Worker, ranks: RealRanks, carries: Sequence[torch.Tensor], timeout: timedelta
+    schedule: Schedule, worker: Worker, ranks: RealRanks, like: Mapping[str, Sequence[torch.Tensor]], timeout: timedelta
 ) -> None:
-    """This process's rank. `schedule`: with messages; `carries`: empty tensors like what travels between stages."""
+    """This process's rank. `schedule`: with messages; `like`: empty tensors like what travels, forward ("F") and back
+    ("B")."""
     me = ranks.mine[0]
     line = schedule.actions[me]
     run = begin(schedule, tuple(ranks.peer(r) for r in range(schedule.ranks)))
@@ -227,7 +228,7 @@ def run_real(
         try:
             if a.kind in ("RECV_F", "RECV_B"):
                 source = schedule.rank_of[a.stage - 1 if a.kind == "RECV_F" else a.stage + 1]
-                buffers = [torch.empty_like(c) for c in carries]
+                buffers = [torch.empty_like(c) for c in like[a.kind[-1]]]
                 works: list[Any] = [
                     dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)
                 ]

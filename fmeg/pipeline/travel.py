@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fmeg.program.ir import Node, Program, Value, map_values
+from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.program.structured import Scan
 
 
@@ -35,6 +35,7 @@ def carry_along(program: Program, params: Iterable[int]) -> Program:
     n_fixed = op.n_carry + op.n_xs
     constant = [i for i, v in enumerate(scan.args[n_fixed:]) if id(v) in before]
     later = [v for n in program.nodes[at + 1 :] for v in n.operands() if id(v) in before]
+    later += [o for o in values_in(program.outputs) if id(o) in before]
     later = [v for v in {id(v): v for v in later}.values() if all(v is not scan.args[n_fixed + i] for i in constant)]
     travelling = [scan.args[n_fixed + i] for i in constant] + later
     if not travelling:

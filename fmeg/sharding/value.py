@@ -98,6 +98,7 @@ class Placed:
     opt      for parameters: the placement that their gradient is reduced to
     weight   computed from parameters alone: activations move to it, not it to them
     blocks   rows of a batch are held as `blocks` microbatches, each sharded like the batch
+    layers   its first dimension is the stack of layers
     reduced  its pending sum comes from a reduction that the program wrote (`x.sum(0)`), not from a contraction
     derived  an elementwise function (a cast) of a parameter at rest: its cotangent is reduced after that function's, in
              the
@@ -115,5 +116,6 @@ class Placed:
     make: Callable[[Placement], Value] | None = None
     name: str = ""
     blocks: int = 1
+    layers: bool = False
     reduced: bool = False
     derived: bool = False

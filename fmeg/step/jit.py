@@ -55,13 +55,16 @@ class Lowered:
     inputs: list[Placement]
     outputs: list[Placement | None]
     blocks: list[int]
+    layers_in: list[bool] = field(default_factory=list)  # whose first dimension is the stack of layers
+    layers_out: list[bool] = field(default_factory=list)
     stages: Storage | None = None  # how a pipeline stores its layers
     donated: list[bool] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def order_of(self, p: Placement) -> tuple[int, ...] | None:
-        """In which order a leaf stores its first dimension; None: as it is."""
-        return self.stages.order if self.stages is not None and p.dims and p.dims[0] == (self.stages.axis,) else None
+    def order_of(self, p: Placement, layers: bool) -> tuple[int, ...] | None:
+        """In which order a leaf stores its first dimension, if that is the stack of layers; None: as it is."""
+        by_stage = self.stages is not None and layers and p.dims[:1] == ((self.stages.axis,),)
+        return self.stages.order if by_stage and self.stages is not None else None
 
     def compile(self) -> Compiled:
         """Ready to run on the mesh's backend."""
@@ -100,7 +103,8 @@ class Compiled:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         low = self.lowered
         values = [
-            _place(x, p, low.mesh, b, low.order_of(p)) for x, p, b in zip(leaves, low.inputs, low.blocks, strict=True)
+            _place(x, p, low.mesh, b, low.order_of(p, layers))
+            for x, p, b, layers in zip(leaves, low.inputs, low.blocks, low.layers_in, strict=True)
         ]
         for x, donated in zip(leaves, low.donated, strict=False):
             if donated and isinstance(x, Array):
@@ -108,12 +112,14 @@ class Compiled:
         with torch.no_grad():
             outs = self.executable.run(values)
         results = []
-        for got, placement, v in zip(outs, low.outputs, low.traced.program.outputs, strict=True):
+        for got, placement, v, layers in zip(
+            outs, low.outputs, low.traced.program.outputs, low.layers_out, strict=True
+        ):
             if placement is None:
                 results.append(got)
             else:
                 results.append(
-                    Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, low.order_of(placement))
+                    Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, low.order_of(placement, layers))
                 )
         return tree.unflatten(low.traced.out_tree, results)
 
@@ -179,7 +185,7 @@ class Jitted:
             )
         leaves, treedef = tree.flatten(args)
         types = [type_of(x) for x in leaves]
-        static = [None if t is not None else (type(x), x) for t, x in zip(types, leaves, strict=True)]
+        static = [None if t is not None else (type(x), _exact(x)) for t, x in zip(types, leaves, strict=True)]
         key = (treedef, tuple(types), tuple(static))
         try:
             compiled = self._cache.get(key)
@@ -399,6 +405,7 @@ def partition(
         home = place(shown, layout, sizes, _VIEW[leaf.role], name)
         placed = Placed(v.type, home, blocks=b)
         if leaf.role == "params":
+            placed.layers = leaf.axes[:1] == ("layers",)
             placed.in_use = place(leaf, layout, sizes, "compute", name)
             placed.opt = place(leaf, layout, sizes, "opt", name)
             if not differentiated:
@@ -423,7 +430,21 @@ def partition(
         out_placements.append(target)
     local_program = part.finish(inputs, outs, program.names)
     local_program = coalesce_where(local_program, _joinable)
-    return Lowered(name, mesh, layout, traced, local_program, placements, out_placements, blocks, stages)
+    first = [leaf.axes[:1] == ("layers",) for leaf in edge]
+    # an output that nothing declares holds layers if it is as long and lies along the pipeline's axis, as gradients do
+    count_of = len(set(stages.order) - {-1}) if stages is not None else 0
+    out_first = [
+        leaf.axes[:1] == ("layers",) if leaf else isinstance(v, Value) and v.shape[:1] == (count_of,)
+        for leaf, v in zip(out_edge, program.outputs, strict=True)
+    ]
+    return Lowered(
+        name, mesh, layout, traced, local_program, placements, out_placements, blocks, first, out_first, stages
+    )
+
+
+def _exact(x: Any) -> Any:
+    """A static value as a cache key: 0.0 and -0.0 differ, and nan equals itself."""
+    return x.hex() if isinstance(x, float) else x
 
 
 _JOINED = {"all_reduce": ("gradient", "scalar", "output"), "reduce_scatter": ("gradient",), "all_gather": ("output",)}

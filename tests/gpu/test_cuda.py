@@ -16,6 +16,7 @@ MESHES = [
     ({}, Layout()),
     (dict(dp=2, tp=2), Layout(batch="dp", res_seq="tp", params=dict(embed="dp"), **TP)),
     (dict(cp=4), Layout(seq="cp", res_seq="cp", attention="ring")),
+    (dict(pp=2, dp=2), Layout(layers="pp", batch="dp", params=dict(embed="dp"))),
     (dict(dp=4, tp=2, cp=2), Layout(batch="dp", seq="cp", res_seq=("cp", "tp"), opt=dict(embed="dp"), **TP)),
 ]
 
@@ -41,7 +42,8 @@ def _train(cfg, device, mesh=None, layout=None, steps=3):
         return TrainState.create(llama.init(key, cfg), opt, axes)
 
     def train_step(state, batch):
-        grad_fn = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), microbatches=2)
+        schedule = "zb_h1" if mesh is not None and "pp" in mesh.axes else None
+        grad_fn = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), microbatches=2, schedule=schedule)
         (loss, _), grads = grad_fn(state.params, batch)
         updates, new = opt.update(grads, state.opt, state.params)
         return state.next(params=optim.apply_updates(state.params, updates), opt=new), loss
