@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import optree
@@ -48,16 +48,33 @@ def _shown(filename: str) -> str:
 
 
 def variable_name(tensor: Any) -> str:
-    """How the user calls a tensor: the name bound to it in a calling frame, closure or global."""
+    """How the user calls a tensor: by a name in a calling frame, closure or global, or by an attribute or key of one."""
     frame: FrameType | None = user_frame(2)
     while frame is not None:
         if _is_user(frame.f_code.co_filename):
             for scope in (frame.f_locals, frame.f_globals):
                 for name, obj in list(scope.items()):
-                    if obj is tensor:
-                        return f"the tensor `{name}`"
+                    if (found := _inside(name, obj, tensor)) is not None:
+                        return f"the tensor `{found}`"
         frame = frame.f_back
     return "a tensor"
+
+
+def _inside(name: str, obj: Any, tensor: Any) -> str | None:
+    """`name` if it is the tensor, `name.attribute` or `name['key']` if that is."""
+    if obj is tensor:
+        return name
+    if isinstance(obj, torch.nn.Module):
+        members = {f".{k}": v for k, v in (*obj.named_parameters(), *obj.named_buffers())}
+    elif isinstance(obj, dict):
+        members = {f"[{k!r}]": v for k, v in obj.items()}
+    elif isinstance(obj, (tuple, list)):
+        members = {f"[{i}]": v for i, v in enumerate(obj)}
+    elif not isinstance(obj, (type, ModuleType)):
+        members = {f".{k}": v for k, v in getattr(obj, "__dict__", {}).items()}
+    else:
+        members = {}
+    return next((name + k for k, v in members.items() if v is tensor), None)
 
 
 def custom_function() -> str:

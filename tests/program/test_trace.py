@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -461,6 +463,28 @@ def test_what_cannot_be_traced(case):
     with pytest.raises(TraceError, match=message) as e:
         trace(fn, X)
     assert "test_trace.py:" in str(e.value)
+
+
+def test_a_closed_over_tensor_is_named_by_the_way_to_it():
+    class Holder:
+        def __init__(self) -> None:
+            self.w = OUTSIDE * 1
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x + self.w
+
+    inside, holder, table, pair = OUTSIDE * 2, Holder(), {"k": OUTSIDE * 3}, [1, OUTSIDE * 4]
+    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+    for fn, called in [
+        (lambda x: x + inside, "inside"),
+        (holder, "self.w"),
+        (lambda x: x + table["k"], "table['k']"),
+        (lambda x: x + pair[1], "pair[1]"),
+        (lambda x, w=inside: x + w, "w"),
+        (lambda x: linear(x), "linear.weight"),
+    ]:
+        with pytest.raises(TraceError, match=re.escape(f"the tensor `{called}` of type f64[3")):
+            trace(fn, X)
 
 
 def test_a_module_is_closed_over_its_parameters():
