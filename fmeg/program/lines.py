@@ -48,7 +48,8 @@ def _shown(filename: str) -> str:
 
 
 def variable_name(tensor: Any) -> str:
-    """How the user calls a tensor: by a name in a calling frame, closure or global, or by an attribute or key of one."""
+    """How the user calls a tensor: by a name in a calling frame, closure or global, or by an attribute or key of
+    one."""
     frame: FrameType | None = user_frame(2)
     while frame is not None:
         if _is_user(frame.f_code.co_filename):

@@ -68,10 +68,6 @@ class Scan:
     name: str = "scan"
 
     @property
-    def n_consts(self) -> int:
-        return len(self.body.inputs) - self.n_carry - self.n_xs
-
-    @property
     def n_ys(self) -> int:
         return len(self.body.outputs) - self.n_carry
 
@@ -141,7 +137,6 @@ class Accumulate:
     body: Program
     steps: int
     batched: tuple[bool, ...]
-    differentiated: bool = False
     name: str = "accumulate"
 
     def loop(self) -> Loop:

@@ -299,7 +299,9 @@ class Partitioner:
                 if same
                 else {}
             )
-            p = self.define(v, placement, local, weight=weight, reduced=_reduced(placement, originals), **fields)
+            guest = bool(rule.prefer) or any(p.guest for p in originals)
+            reduced = _reduced(placement, originals)
+            p = self.define(v, placement, local, weight=weight, reduced=reduced, guest=guest, **fields)
             if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
                 self.get(p, homes[v.index], "rule")
                 p.home = homes[v.index]

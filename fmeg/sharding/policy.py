@@ -142,7 +142,7 @@ class Solver:
     def _order(self) -> list[int]:
         def key(i: int) -> tuple:
             p = self.operands[i]
-            return (not p.weight, -p.type.nbytes, i)
+            return (not p.weight, p.guest, -p.type.nbytes, i)
 
         return sorted(range(len(self.operands)), key=key)
 
@@ -248,4 +248,4 @@ class Solver:
             return "weights stay"
         if all(self.owner.get(a, ("", ""))[1] in ("weight", "mirror") for a in lost):
             return "mirror"
-        return CONFLICT
+        return "rule" if p.guest else CONFLICT

@@ -103,6 +103,7 @@ class Placed:
     derived  an elementwise function (a cast) of a parameter at rest: its cotangent is reduced after that function's, in
              the
              parameter's own dtype
+    guest    where it lies is where a primitive needed it whole (`Rule.prefer`), not where it belongs
     make     for creation operations: builds the local value directly in a placement
     """
 
@@ -119,3 +120,4 @@ class Placed:
     layers: bool = False
     reduced: bool = False
     derived: bool = False
+    guest: bool = False

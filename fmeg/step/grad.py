@@ -349,10 +349,10 @@ def _traced(
     n_aux = len(sums_only.outputs) - n
     everywhere = (*batched, *(False for _ in inverse))
     if schedule is None:
-        op = Accumulate(joint, steps, everywhere, True)
+        op = Accumulate(joint, steps, everywhere)
     else:
         owners = {n + n_aux + i: wrt[k] for i, k in enumerate(uses)}
-        op = Pipeline(joint, steps, everywhere, True, schedule=schedule, stages=stages, owners=owners)
+        op = Pipeline(joint, steps, everywhere, schedule=schedule, stages=stages, owners=owners)
     outs = _emit(rec, op, [*args, *map(rec.value, inverse)], [v.type for v in joint.outputs])
     loss = tree.sum([s * i for s, i in zip(outs[:n], inverse, strict=True)])
     aux = tree.unflatten(info["aux_tree"], outs[n : n + n_aux])
