@@ -53,8 +53,9 @@ def _kernel_bwd(
     dx.mul_(ct.unsqueeze(-1) * (1 + 2 * z_loss * lse) if z_loss else ct.unsqueeze(-1))
     index = targets.long() - offset
     hit = ct if not label_smoothing else ct * (1 - label_smoothing)
-    hit = torch.where((index >= 0) & (index < n), hit, 0.0).neg()
-    dx.scatter_add_(-1, index.clamp(0, n - 1).unsqueeze(-1), hit.unsqueeze(-1))
+    hit = torch.where((index >= 0) & (index < n), hit, 0.0)
+    index = index.clamp(0, n - 1).unsqueeze(-1)
+    dx.scatter_(-1, index, dx.gather(-1, index) - hit.unsqueeze(-1))
     if label_smoothing:
         dx.sub_(ct.unsqueeze(-1) * (label_smoothing / vocab))
     if not isinstance(offset, int) or offset + n > vocab:
