@@ -100,10 +100,10 @@ def on_ranks() -> None:
                 begin, used = time.perf_counter(), time.process_time()
                 stub: Any = Stub(schedule, costs, carry)
                 if costs is None:
-                    run_real(wired, stub, ranks, [carry], wait)
+                    run_real(wired, stub, ranks, {"F": [carry], "B": [carry]}, wait)
                 else:
                     with record() as recording:
-                        run_real(wired, stub, ranks, [carry], wait)
+                        run_real(wired, stub, ranks, {"F": [carry], "B": [carry]}, wait)
                 times.append(time.perf_counter() - begin)
                 cpu.append(time.process_time() - used)
                 if costs is not None:
