@@ -1,7 +1,8 @@
 """Several small collectives as one.
 
-In a body, gathers that depend on its inputs alone (parameters, kept values) form its prologue: those over the same axes
-become one node at the start. Reductions by which only results leave form its epilogue: one node an axis at the end.
+In a body, the gathers of its parameters form its prologue: those over the same axes become one node at the start.
+Gathers of activations stay where they are used, since there they live for a shorter time. Reductions by which only
+results leave form its epilogue: one node an axis at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def _prologue(program: Program) -> Program:
     ready = {id(v) for v in program.inputs} | {id(o) for n in program.nodes if id(n) in early for o in n.outs}
     groups: dict[Key, list[Node]] = {}
     for n in program.nodes:
-        if n.op is ALL_GATHER and len(n.operands()) == 1 and id(n.operands()[0]) in ready:
+        parameter = n.op is ALL_GATHER and n.tags.get("reason") == "parameter"
+        if parameter and len(n.operands()) == 1 and id(n.operands()[0]) in ready:
             groups.setdefault(_key(n), []).append(n)
     merged = {id(n) for g in groups.values() if len(g) > 1 for n in g}
     if not merged:

@@ -160,11 +160,10 @@ def test_tensor_sequence_and_zero_3():
 
 
 def test_gathered_context_parallel(n=4):
-    """Keys and values: two gathers forward; again backward, where both are at hand, so as one; two reduce-scatters."""
+    """Keys and values: two gathers forward; two again backward, and two reduce-scatters."""
     e = explained(Mesh(cp=n), Layout(seq="cp", res_seq="cp"))
     assert e.counts(**FORWARD) == {"all_gather": 2}
-    assert e.counts(**BACKWARD) == {"all_gather": 1, "reduce_scatter": 2}
-    assert [r.tensors for r in e.select(**BACKWARD, kind="all_gather").rows] == [2]
+    assert e.counts(**BACKWARD) == {"all_gather": 2, "reduce_scatter": 2}
     assert e.nbytes(**FORWARD) == {"all_gather": 2 * gather(KV, n)}
     assert e.nbytes(**BACKWARD) == {"all_gather": 2 * gather(KV, n), "reduce_scatter": 2 * scatter(KV, n)}
     assert e.counts(**MICROBATCH) == {}
