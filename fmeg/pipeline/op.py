@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from fmeg.program.structured import Accumulate, Loop, Scan, ScanForward
 from fmeg.sharding.execute import Executable
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.residuals import rematerialise
-from fmeg.sharding.structured import accumulate
+from fmeg.sharding.structured import accumulate, sum_home
 from fmeg.sharding.value import Placed, Placement
 
 TIMEOUT = timedelta(seconds=300)
@@ -44,12 +44,10 @@ class Pipeline(Accumulate):
 
     schedule  a name for `fmeg.pipeline.by_name`, or a Schedule
     stages    which layers each stage has (see `fmeg.pipeline.stages.plan`)
-    owners    the input of each output that is a gradient
     """
 
     schedule: str | Schedule = "1f1b"
     stages: str | Sequence[int] = "even"
-    owners: dict[int, int] = field(default_factory=dict)
 
     def partition(self, part: Partitioner, node: Node) -> None:
         axis = self.axis(part.ctx.table, part.ctx.sizes)
@@ -163,6 +161,9 @@ class _Partition:
         child.run(op.body.nodes)
         child.phase = "B"
         homes = [child.placed(o).home for o in op.body.outputs]
+        for i, owner in op.owners.items():
+            if (grads := operands[owner].grads) is not None:
+                homes[i] = sum_home(homes[i], self._without(grads) if owner in staged else self._off(grads))
         outs = [child.get(child.placed(o), h, "border") for o, h in zip(op.body.outputs, homes, strict=True)]
         body = rematerialise(child.finish(inputs, outs, op.body.names))
         n_sums = len(op.body.outputs) - len(op.owners)

@@ -11,7 +11,7 @@ Gradient        a parameter's gradient, complete: where its last reduction leads
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fmeg.program.ir import Node, Program, Value
@@ -137,6 +137,7 @@ class Accumulate:
     body: Program
     steps: int
     batched: tuple[bool, ...]
+    owners: dict[int, int] = field(default_factory=dict)
     name: str = "accumulate"
 
     def loop(self) -> Loop:

@@ -1,8 +1,8 @@
 """`P` and `Layout`: where dimensions live, by name.
 
-A *logical axis* says what a dimension is (`batch`, `heads`, …); a `Layout` maps logical axes to mesh axes, in three
-views: compute (activations, and parameters in use), `params` (parameters at rest) and `opt` (optimizer state). Each
-view inherits from the one before it.
+A *logical axis* says what a dimension is (`batch`, `heads`, …); a `Layout` maps logical axes to mesh axes, in four
+views: compute (activations, and parameters in use), `params` (parameters at rest), `grads` (sums of gradients) and
+`opt` (optimizer state). Each view inherits from the one before it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fmeg.program.errors import ShardingError
 
 Entry = str | tuple[str, ...] | None
 DimAxes = tuple[tuple[str, ...], ...]
+VIEWS = ("compute", "params", "grads", "opt")  # each inherits from the one before it
 ATTENTION_KINDS = ("all_gather", "ring", "ulysses")
 
 
@@ -55,6 +56,7 @@ class Layout:
     """Logical axis -> mesh axes.
 
     params     overrides for parameters at rest, `dict(embed="dp")` is ZeRO-3
+    grads      overrides for the sums of gradients between microbatches, `dict(embed="dp")` alone is ZeRO-2
     opt        overrides for optimizer state, `dict(embed="dp")` alone is ZeRO-1
     attention  how attention meets a sharded sequence: "all_gather" (of K and V), "ring" or "ulysses"
     axes       the compute view
@@ -65,6 +67,7 @@ class Layout:
 
     compute: tuple[tuple[str, tuple[str, ...]], ...]
     params: tuple[tuple[str, tuple[str, ...]], ...]
+    grads: tuple[tuple[str, tuple[str, ...]], ...]
     opt: tuple[tuple[str, tuple[str, ...]], ...]
     attention: str
 
@@ -72,32 +75,31 @@ class Layout:
         self,
         *,
         params: Mapping[str, Entry] | None = None,
+        grads: Mapping[str, Entry] | None = None,
         opt: Mapping[str, Entry] | None = None,
         attention: str = "all_gather",
         **axes: Entry,
     ):
         if attention not in ATTENTION_KINDS:
             raise ShardingError(f"Layout: attention must be one of {', '.join(ATTENTION_KINDS)}, given {attention!r}")
-        for field, table in (("compute", axes), ("params", params or {}), ("opt", opt or {})):
-            object.__setattr__(self, field, tuple((k, _tuple(v, k)) for k, v in table.items()))
+        for field, table in (("compute", axes), ("params", params), ("grads", grads), ("opt", opt)):
+            object.__setattr__(self, field, tuple((k, _tuple(v, k)) for k, v in (table or {}).items()))
         object.__setattr__(self, "attention", attention)
 
     def view(self, name: str) -> dict[str, tuple[str, ...]]:
-        """The table of a view: "compute", "params" or "opt"."""
-        table = dict(self.compute)
-        if name in ("params", "opt"):
-            table.update(self.params)
-        if name == "opt":
-            table.update(self.opt)
+        """The table of a view: "compute", "params", "grads" or "opt"."""
+        table: dict[str, tuple[str, ...]] = {}
+        for view in VIEWS[: VIEWS.index(name) + 1]:
+            table.update(getattr(self, view))
         return table
 
     def names(self) -> set[str]:
         """All logical axes that the layout mentions."""
-        return {k for t in (self.compute, self.params, self.opt) for k, _ in t}
+        return {k for view in VIEWS for k, _ in getattr(self, view)}
 
     def mesh_axes(self) -> set[str]:
         """All mesh axes that the layout mentions."""
-        return {a for t in (self.compute, self.params, self.opt) for _, axes in t for a in axes}
+        return {a for view in VIEWS for _, axes in getattr(self, view) for a in axes}
 
     def options(self) -> dict[str, Any]:
         """What sharding rules may ask by `info.option`."""
@@ -105,7 +107,7 @@ class Layout:
 
     def __repr__(self) -> str:
         parts = [f"{k}={_show(v)}" for k, v in self.compute]
-        for name in ("params", "opt"):
+        for name in VIEWS[1:]:
             if table := getattr(self, name):
                 parts.append(f"{name}=dict({', '.join(f'{k}={_show(v)}' for k, v in table)})")
         if self.attention != "all_gather":

@@ -171,15 +171,22 @@ def accumulate(part: Partitioner, node: Node) -> None:
     child.run(acc.body.nodes)
     child.phase = "B"
     homes, outs = [], []
-    for o in acc.body.outputs:
+    for i, o in enumerate(acc.body.outputs):
         placed = child.placed(o)
-        homes.append(placed.home)
-        outs.append(child.get(placed, placed.home, "border"))
+        owner = operands[acc.owners[i]] if i in acc.owners else None
+        home = placed.home if owner is None or owner.grads is None else sum_home(placed.home, owner.grads)
+        homes.append(home)
+        outs.append(child.get(placed, home, "gradient"))
     body = rematerialise(child.finish(inputs, outs, acc.body.names))
     op = LocalAccumulate(body, acc.steps, acc.batched)
     locals_ = part.emit(op, tuple(args), {}, [(o.type, h) for o, h in zip(node.outs, homes, strict=True)])
     for o, home, local in zip(node.outs, homes, locals_, strict=True):
         part.define(o, home, local)
+
+
+def sum_home(home: Placement, grads: Placement) -> Placement:
+    """Where a gradient is summed over microbatches: as `grads` says; what that does not shard stays pending."""
+    return Placement(grads.dims, home.pending - {a for d in grads.dims for a in d})
 
 
 def gradient(part: Partitioner, node: Node) -> None:

@@ -95,6 +95,8 @@ class Placed:
 
     in_use   for parameters: the placement in which they are used (the compute view); None otherwise
     use      `in_use` where parameters are in use: inside a differentiated function, or a program without one
+    grads    for parameters: the placement of their gradient's sum between microbatches; None: whatever is pending stays
+             so
     opt      for parameters: the placement that their gradient is reduced to
     weight   computed from parameters alone: activations move to it, not it to them
     blocks   rows of a batch are held as `blocks` microbatches, each sharded like the batch
@@ -121,3 +123,4 @@ class Placed:
     reduced: bool = False
     derived: bool = False
     guest: bool = False
+    grads: Placement | None = None

@@ -348,11 +348,11 @@ def _traced(
     joint = differentiate(sums_only, wrt, list(range(n)), uses=uses)
     n_aux = len(sums_only.outputs) - n
     everywhere = (*batched, *(False for _ in inverse))
+    owners = {n + n_aux + i: wrt[k] for i, k in enumerate(uses)}
     if schedule is None:
-        op = Accumulate(joint, steps, everywhere)
+        op = Accumulate(joint, steps, everywhere, owners)
     else:
-        owners = {n + n_aux + i: wrt[k] for i, k in enumerate(uses)}
-        op = Pipeline(joint, steps, everywhere, schedule=schedule, stages=stages, owners=owners)
+        op = Pipeline(joint, steps, everywhere, owners, schedule=schedule, stages=stages)
     outs = _emit(rec, op, [*args, *map(rec.value, inverse)], [v.type for v in joint.outputs])
     loss = tree.sum([s * i for s, i in zip(outs[:n], inverse, strict=True)])
     aux = tree.unflatten(info["aux_tree"], outs[n : n + n_aux])

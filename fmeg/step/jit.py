@@ -408,6 +408,7 @@ def partition(
             placed.layers = leaf.axes[:1] == ("layers",)
             placed.in_use = place(leaf, layout, sizes, "compute", name)
             placed.opt = place(leaf, layout, sizes, "opt", name)
+            placed.grads = place(leaf, layout, sizes, "grads", name) if layout.grads else None
             if not differentiated:
                 placed.use, placed.weight = placed.in_use, True
         local = part.input(v, placed)

@@ -56,15 +56,15 @@ CONTEXT = {
     "ulysses2": Way({"cp": 2}, dict(seq="cp"), ("cp",), attention="ulysses"),
     "ring4": Way({"cp": 4}, dict(seq="cp"), ("cp",), attention="ring"),
 }
-# Gradients under opt=dict(embed="dp") are never all-reduced: the sum over microbatches is reduce-scattered once. So
-# `zero1` moves what ZeRO-2 moves; under several microbatches it keeps the sum whole, as ZeRO-1 does. Under zero3 every
-# microbatch's gradient is reduce-scattered, and the sum is a shard.
+# Under zero1 the sum over microbatches is whole, and reduce-scattered once; under zero2 and zero3 every microbatch's
+# gradient is reduce-scattered, and the sum is a shard.
 DATA = {
     "": Way(),
     "dp2": Way({"dp": 2}, dict(batch="dp")),
     "dp2 m2": Way({"dp": 2}, dict(batch="dp"), microbatches=2),
     "zero1": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(opt=dict(embed="dp"))),
     "zero1 m2": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(opt=dict(embed="dp")), microbatches=2),
+    "zero2": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(grads=dict(embed="dp")), microbatches=2),
     "zero3": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(params=dict(embed="dp"))),
     "zero3 m2": Way({"dp": 2}, dict(batch="dp"), at_rest=dict(params=dict(embed="dp")), microbatches=2),
     "zero3 2x2": Way({"pod": 2, "dp": 2}, dict(batch=("pod", "dp")), at_rest=dict(params=dict(embed=("pod", "dp")))),
@@ -111,8 +111,8 @@ def cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Case]:
             continue
         case = _join(tensor, context, data)
         view: dict[str, Any] = {k: v for k, v in case.layout.compute if k in sizes}
-        params, opt = dict(case.layout.params), dict(case.layout.opt)
-        layout = Layout(params=params, opt=opt, attention=case.layout.attention, **view)
+        rest: dict[str, Any] = {name: dict(getattr(case.layout, name)) for name in ("params", "grads", "opt")}
+        layout = Layout(**rest, attention=case.layout.attention, **view)
         case = replace(case, layout=layout)
         if case.mesh.size <= devices and _fits(case, sizes):
             yield case

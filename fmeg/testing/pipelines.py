@@ -66,9 +66,9 @@ def _odd() -> Iterator[PipelineCase]:
 def _over(case: Case, pp: int, schedule: str, microbatches: int) -> PipelineCase:
     """A case of the other matrix on each of `pp` ranks."""
     old = case.layout
-    layout = Layout(
-        params=dict(old.params), opt=dict(old.opt), attention=old.attention, layers="pp", **dict(old.compute)
-    )
+    rest: dict[str, Any] = {name: dict(getattr(old, name)) for name in ("params", "grads", "opt")}
+    compute: dict[str, Any] = dict(old.compute)
+    layout = Layout(**rest, attention=old.attention, layers="pp", **compute)
     outer = {axis: n for axis, n in case.mesh.sizes.items() if axis in ("pod", "replica")}
     mesh = Mesh({**outer, "pp": pp, **{axis: n for axis, n in case.mesh.sizes.items() if axis not in outer}})
     chunks = SCHEDULES[schedule][1] or 2
