@@ -41,7 +41,6 @@ class Halves:
     second: Program
     early: tuple[int, ...]
     late: tuple[int, ...]
-    handed: int
 
 
 def halve(program: Program, waited: Sequence[int]) -> Halves:
@@ -77,7 +76,7 @@ def halve(program: Program, waited: Sequence[int]) -> Halves:
         name=f"{program.name}.inputs",
     )
     second = Program((*program.inputs, *handed), rest.nodes, rest.outputs, name=f"{program.name}.weights")
-    return Halves(first, second, tuple(chosen), tuple(late), len(handed))
+    return Halves(first, second, tuple(chosen), tuple(late))
 
 
 def _is_heavy(n: Node) -> bool:
@@ -201,5 +200,4 @@ def halve_stage(backward: Program, n_cts: int) -> Halves:
         halves.second,
         early,
         halves.late,
-        halves.handed,
     )

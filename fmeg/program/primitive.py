@@ -25,12 +25,12 @@ class Primitive:
     name        as printed
     reference   (*args, **kwargs) -> tensor or tuple of tensors; plain torch; the meaning
     vjp         (args, kwargs, outs, cts) -> one cotangent (or None) per *tensor operand*, in operand order; torch and
-                primitives
-                only; `cts` has None for results without a cotangent. None: autograd through `reference`
+                primitives only; `cts` has None for results without a cotangent. None: autograd through `reference`
     rule        (node) -> Rule; None: an error when it is partitioned
     flops       (node) -> int
     lowerings   name -> callable with the reference's signature; "default" replaces the reference when a Program runs
-    region      True for operations that must not be recomputed in the backward pass (collectives, randomness is fine)
+    cheap       recomputing it in the backward pass costs little (pointwise operations, norms)
+    fake        shape function on fake tensors; None: the reference
     """
 
     name: str
@@ -39,8 +39,8 @@ class Primitive:
     rule: Callable[[Node], Rule] | None = None
     flops: Callable[[Node], int] | None = None
     lowerings: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    cheap: bool = False  # recomputing it in the backward pass costs little (pointwise-like)
-    fake: Callable[..., Any] | None = None  # shape function on fake tensors; None: the reference
+    cheap: bool = False
+    fake: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rec = active()

@@ -77,7 +77,7 @@ def workers(schedule: Schedule) -> list[Worker]:
             return [] if first else [2 * ct]
 
         cts = 0 if first else 1
-        halves = Halves(None, SimpleNamespace(nodes=[], outputs=[], inputs=[]), tuple(range(cts)), (cts,), 0)
+        halves = Halves(None, SimpleNamespace(nodes=[], outputs=[], inputs=[]), tuple(range(cts)), (cts,))
 
         def first_half(inputs):
             m, kept, ct = inputs[0], inputs[1], inputs[2] if not last else t(1.0)
