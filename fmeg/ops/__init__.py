@@ -2,7 +2,7 @@
 
 contractions    einsum
 norms           rms_norm, layer_norm
-attention       attention, rope, rope_table, Llama3Scaling
+attention       attention, rope, rope_table, Llama3Scaling, YarnScaling
 tokens          embedding, cross_entropy
 pointwise       swiglu, geglu, gelu, dropout
 """
@@ -15,10 +15,12 @@ from fmeg.ops.einsum import einsum
 from fmeg.ops.embedding import embedding
 from fmeg.ops.layer_norm import layer_norm
 from fmeg.ops.rms_norm import rms_norm
-from fmeg.ops.rope import Llama3Scaling, rope, rope_table
+from fmeg.ops.rope import Llama3Scaling, RopeScaling, YarnScaling, rope, rope_table
 
 __all__ = [
     "Llama3Scaling",
+    "RopeScaling",
+    "YarnScaling",
     "attention",
     "cross_entropy",
     "dropout",

@@ -104,3 +104,9 @@ def test_errors():
         rope(rand(1, 4, 2, 8), rope_table(torch.arange(5), 8))
     with pytest.raises(ValueError, match="x must be 'b s h e'"):
         rope(rand(4, 2, 8), rope_table(torch.arange(4), 8))
+    with pytest.raises(ValueError, match="table must have shape .* make it by rope_table"):
+        rope(rand(1, 4, 2, 8), rope_table(torch.arange(4), 6))
+    with pytest.raises(ValueError, match="or fewer pairs for x"):
+        rope(rand(1, 4, 2, 8), rope_table(torch.arange(4), 10), part="last")
+    with pytest.raises(ValueError, match="part must be"):
+        rope(rand(1, 4, 2, 8), rope_table(torch.arange(4), 8), part="middle")
