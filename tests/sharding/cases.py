@@ -174,6 +174,10 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"):
     case(_name, f(4, 4), 1)
 case("cumsum", f(4, 4), -1, label="last")
+case("cumsum", i(9, 8, 4, 2), 0, label="integers")
+case("cumsum", b(2, 8), 1, label="bools", dtype=torch.int32)
+case("cumsum", f(1), 0, label="one")
+case("cumsum", f(), 0, label="0-d")
 
 # -- views ------------------------------------------------------------------------------------------------------------
 case("view", f(4, 4), [16])

@@ -89,7 +89,8 @@ WRONG = {
     "x + 1 is not linear": (aten.add.Tensor, (f(4), 1.0), lambda r: replace(r, linear=frozenset({0}))),
     "a + b is not linear in a alone": (aten.add.Tensor, (f(4), f(4)), lambda r: replace(r, joint=False)),
     "a * b is not linear in both": (aten.mul.Tensor, (f(4), f(4)), lambda r: replace(r, joint=True)),
-    "the dimension of cumsum is whole": (aten.cumsum.default, (f(4, 4), 1), lambda r: replace(r, whole=frozenset())),
+    "a running sum goes on": (aten.cumsum.default, (f(4, 4), 1), lambda r: replace(r, local=None)),
+    "the dimension of cumprod is whole": (aten.cumprod.default, (f(4, 4), 1), lambda r: replace(r, whole=frozenset())),
     "softmax needs sums over shards": (aten._softmax.default, (f(4, 4), 1, False), lambda r: replace(r, local=None)),
     "a mean divides by the global count": (aten.mean.default, (f(4),), lambda r: replace(r, local=None)),
     "max is no sum": (aten.amax.default, (f(4, 4), [1]), lambda r: replace(r, resolved=frozenset())),
@@ -125,6 +126,7 @@ def test_what_rules_allow() -> None:
     assert _rule("index_put").whole == frozenset() and _rule("index.Tensor apart").contracted() == {"k0", "k2"}
     assert _rule("_scaled_dot_product_flash_attention_for_cpu").whole == {"s", "t", "e", "f"}
     assert _rule("nll_loss_forward plain 1").whole == frozenset()
+    assert not _rule("cumsum").whole and _rule("cumsum").linear == {0} and not _rule("cumsum integers").linear
 
 
 shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=4)

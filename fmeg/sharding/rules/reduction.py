@@ -1,4 +1,7 @@
-"""Reductions: a sharded reduced dimension gives a pending sum (sum, mean) or a small collective (max, var, norm)."""
+"""Reductions: a sharded reduced dimension gives a pending sum (sum, mean) or a small collective (max, var, norm).
+
+A running sum over a sharded dimension needs the totals of the shards before it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmeg.ops.collectives import all_reduce
+from fmeg.ops.collectives import all_gather, all_reduce, axis_index
 from fmeg.program.ir import Node
 from fmeg.program.rule import Dims, Local, Rule
 from fmeg.sharding.rules.common import FLOATS, Call, axes_of, dims_of, factors, node_rule
@@ -176,13 +179,31 @@ def whole(node: Node) -> Rule:
     return reduction(node, whole=frozenset(names))
 
 
-@RULES.register("aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.logcumsumexp")
+@RULES.register("aten.cumsum")
+def running_sum(node: Node) -> Rule:
+    """`Σ_{j ≤ i} x_j`: a sharded dimension goes on from the totals of the shards before, gathered; linear."""
+    call = Call(node)
+    dims = dims_of(call.shape("self"))
+    dim = call["dim"] % max(len(dims), 1)
+    own = factors(dims[dim : dim + 1])
+
+    def local(info: Local, *args: Any, **kwargs: Any) -> Tensor:
+        out, axes = node.op(*args, **kwargs), axes_of(info, own)
+        if not axes:
+            return out
+        totals = all_gather(out.narrow(dim, out.shape[dim] - 1, 1), axes, dim)
+        ahead = torch.arange(totals.shape[dim]) < axis_index(axes)
+        ahead = ahead.reshape(-1, *(1,) * (out.ndim - dim - 1))
+        return out + torch.where(ahead, totals, 0).sum(dim, keepdim=True, dtype=out.dtype)
+
+    linear = frozenset({0} if node.outs[0].dtype in FLOATS else ())
+    return node_rule(node, (dims,), (dims,), linear=linear, resolved=own, local=local)
+
+
+@RULES.register("aten.cumprod", "aten.cummax", "aten.cummin", "aten.logcumsumexp")
 def scan_dim(node: Node) -> Rule:
-    """Running reductions: their dimension must be whole; a running sum is linear."""
+    """Other running reductions: their dimension must be whole."""
     call = Call(node)
     dims = dims_of(call.shape("self"))
     whole = factors(dims[call["dim"] : call["dim"] + 1 or None]) if dims else frozenset()
-    linear = frozenset(
-        {0} if "cumsum" in str(node.op) and "log" not in str(node.op) and node.outs[0].dtype in FLOATS else ()
-    )
-    return node_rule(node, (dims,), (dims,) * len(node.outs), whole=whole, linear=linear)
+    return node_rule(node, (dims,), (dims,) * len(node.outs), whole=whole)
