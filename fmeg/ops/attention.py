@@ -148,6 +148,8 @@ def attention(
     segments: Int[Tensor, "b s"] | None = None,
     kv_segments: Int[Tensor, "b t"] | None = None,
     scale: float | None = None,
+    sinks: Float[Tensor, "h"] | None = None,
+    gate: Float[Tensor, "b s h f"] | None = None,
 ) -> Float[Tensor, "b s h f"]:
     """Softmax attention.
 
@@ -159,18 +161,22 @@ def attention(
     segments    packed documents: a query sees only keys of its own segment. `kv_segments` is that of the keys, by
                 default the same
     scale       by default 1/sqrt(e)
+    sinks       a logit a head of one more key, of value 0: the weights of the others then sum to less than one
+                (gpt-oss)
+    gate        the result is multiplied by sigmoid(gate) (Qwen3-Next)
 
     A query that sees nothing gives 0 (and no gradient). Products are summed in float32 (float64 for float64) and the
     result has q's dtype. On a mesh, heads may be sharded (kv heads by the same axes, by a prefix of them, or not at
     all), and so may both sequences, by one tuple of axes: `Layout(attention=...)` then chooses "all_gather" of keys and
     values, "ring", or "ulysses". Sources: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023,
-    arXiv:2305.13245 (groups); Liu et al. 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (ulysses).
+    arXiv:2305.13245 (groups); Liu et al. 2023, arXiv:2310.01889 (ring); Jacobs et al. 2023, arXiv:2309.14509 (ulysses);
+    Xiao et al. 2023, arXiv:2309.17453 (sinks); Qiu et al. 2025, arXiv:2505.06708 (gate).
 
     >>> q, k, v = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 2, 8), torch.arange(32.0).reshape(1, 2, 2, 8)
     >>> attention(q, k, v)[0, :, 0, 0]      # the mean of the values seen so far
     tensor([0., 8.])
     """
-    check_float("attention", q=q, k=k, v=v)
+    check_float("attention", q=q, k=k, v=v, sinks=sinks, gate=gate)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"attention: q, k, v must be 'b s h e', 'b t k e', 'b t k f', given {[tuple(x.shape) for x in (q, k, v)]}"
@@ -191,6 +197,17 @@ def attention(
         check_shape(
             "attention", "kv_segments", kv_segments, (b, t), "b and t of k; give it when it differs from segments"
         )
+    if sinks is not None:
+        check_shape("attention", "sinks", sinks, (h,), "h of q")
+    if gate is not None:
+        check_shape("attention", "gate", gate, (b, s, h, v.shape[-1]), "b, s, h of q and f of v")
     scale = e**-0.5 if scale is None else float(scale)
     masks = () if segments is None else (segments, kv_segments)
-    return attention_p(q, k, v, *masks, causal=causal, window=window, scale=scale)[0]
+    options = dict(causal=causal, window=window, scale=scale)
+    if sinks is None:
+        o = attention_p(q, k, v, *masks, **options)[0]
+    else:
+        from fmeg.ops.attention_sinks import attention_sinks_p
+
+        o = attention_sinks_p(q, k, v, sinks, *masks, **options)[0]
+    return o if gate is None else o * torch.sigmoid(gate)
