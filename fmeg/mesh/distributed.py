@@ -16,7 +16,7 @@ from fmeg.mesh import blocks, checks
 from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
-from fmeg.mesh.transport import Transport
+from fmeg.mesh.transport import Started, Transport
 from fmeg.program.errors import MeshError
 
 if TYPE_CHECKING:
@@ -121,6 +121,21 @@ class DistributedBackend:
         if n == 1:
             return list(xs)
         return group.transport.reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)])
+
+    def start_all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> Started:
+        """`all_reduce`, begun; the result waits for it. Members must begin and wait in the same order."""
+        checks.reduction(op)
+        group, same = self.group(axes), list(xs)
+        return (lambda: same) if len(group.ranks) == 1 else group.transport.start_all_reduce(xs, op)
+
+    def start_reduce_scatter(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> Started:
+        """`reduce_scatter`, begun, likewise."""
+        group, same = self.group(axes), list(xs)
+        n = len(group.ranks)
+        dims = checks.split_dimensions("reduce_scatter", dims, [x.shape for x in xs], axes, n)
+        if n == 1:
+            return lambda: same
+        return group.transport.start_reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)])
 
     def all_to_all(
         self, xs: Sequence[Value], axes: Axes, split_dims: Sequence[int], concat_dims: Sequence[int]

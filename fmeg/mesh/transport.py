@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from fmeg.mesh import checks
 # Their names from torch 2.13 on, else the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Started = Callable[[], list[Tensor]]
+"""A collective that has begun: call it to wait for the results."""
 
 
 class Transport:
@@ -36,52 +40,66 @@ class Transport:
 
     def gather(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """[*shape] -> [members, *shape]."""
-
-        def move(flat: Tensor) -> Tensor:
-            out = flat.new_empty(self.size, flat.shape[1])
-            if flat.numel():
-                _all_gather(_bytes(out), _bytes(flat), group=self.group)
-            return self._by_member(out)
-
-        return _packed([x[None] for x in xs], move)
+        return self._gather(xs)()
 
     def exchange(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """[to member, *shape] -> [from member, *shape]."""
-
-        def move(flat: Tensor) -> Tensor:
-            out = torch.empty_like(flat)
-            if flat.numel():
-                sent = self._by_position(flat)
-                dist.all_to_all_single(
-                    _bytes(out).view(self.size, -1), _bytes(sent).view(self.size, -1), group=self.group
-                )
-            return self._by_member(out)
-
-        return _packed(xs, move)
+        return self._exchange(xs)()
 
     def all_reduce(self, xs: Sequence[Tensor], op: str) -> list[Tensor]:
         """[*shape] -> [*shape]."""
-        if self.ordered:
-            return [self._fold(x, op) for x in self.gather(xs)]
-
-        def add(flat: Tensor) -> Tensor:
-            out = flat.clone()
-            dist.all_reduce(out, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-            return out
-
-        return [x[0] for x in _packed([x[None] for x in xs], add)]
+        return self.start_all_reduce(xs, op, later=False)()
 
     def reduce_scatter(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """[for member, *shape] -> [*shape]."""
+        return self.start_reduce_scatter(xs, later=False)()
+
+    def start_all_reduce(self, xs: Sequence[Tensor], op: str, later: bool = True) -> Started:
+        """`all_reduce`, begun: it goes on while other things run; `later` False: it is waited for at once."""
         if self.ordered:
-            return [self._fold(x, "sum") for x in self.exchange(xs)]
+            gathered = self._gather(xs, later)
+            return lambda: [self._fold(x, op) for x in gathered()]
 
-        def add(flat: Tensor) -> Tensor:
-            out = flat.new_empty(1, flat.shape[1])
-            _reduce_scatter(out.view(-1), self._by_position(flat).view(-1), group=self.group)
-            return out
+        def add(flat: Tensor) -> Callable[[], Tensor]:
+            out = flat.clone()
+            kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            return _waiting(dist.all_reduce(out, kind, group=self.group, async_op=later), out)
 
-        return [x[0] for x in _packed(xs, add)]
+        return _firsts(_packed([x[None] for x in xs], add))
+
+    def start_reduce_scatter(self, xs: Sequence[Tensor], later: bool = True) -> Started:
+        """`reduce_scatter`, begun."""
+        if self.ordered:
+            exchanged = self._exchange(xs, later)
+            return lambda: [self._fold(x, "sum") for x in exchanged()]
+
+        def add(flat: Tensor) -> Callable[[], Tensor]:
+            out, sent = flat.new_empty(1, flat.shape[1]), self._by_position(flat)
+            work = _reduce_scatter(out.view(-1), sent.view(-1), group=self.group, async_op=later)
+            return _waiting(work, out, sent)
+
+        return _firsts(_packed(xs, add))
+
+    def _gather(self, xs: Sequence[Tensor], later: bool = False) -> Started:
+        def move(flat: Tensor) -> Callable[[], Tensor]:
+            out, work = flat.new_empty(self.size, flat.shape[1]), None
+            if flat.numel():
+                work = _all_gather(_bytes(out), _bytes(flat), group=self.group, async_op=later)
+            done = _waiting(work, out, flat)
+            return lambda: self._by_member(done())
+
+        return _packed([x[None] for x in xs], move)
+
+    def _exchange(self, xs: Sequence[Tensor], later: bool = False) -> Started:
+        def move(flat: Tensor) -> Callable[[], Tensor]:
+            out, sent, work = torch.empty_like(flat), self._by_position(flat), None
+            if flat.numel():
+                there, here = _bytes(out).view(self.size, -1), _bytes(sent).view(self.size, -1)
+                work = dist.all_to_all_single(there, here, group=self.group, async_op=later)
+            done = _waiting(work, out, sent)
+            return lambda: self._by_member(done())
+
+        return _packed(xs, move)
 
     def _fold(self, x: Tensor, op: str) -> Tensor:
         return reduce(checks.reduction(op), x.unbind(0))
@@ -93,17 +111,44 @@ class Transport:
         return x if self._inverse is None else x[self._inverse]
 
 
-def _packed(xs: Sequence[Tensor], move: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Apply `move`, from [m, length] to [n, length], to tensors [m, *shape], those of one dtype side by side."""
-    out: list[Tensor] = list(xs)
+def _waiting(work: Any, out: Tensor, *in_flight: Tensor) -> Callable[[], Tensor]:
+    """A function that waits for `work` and gives `out`; until then it keeps what is being read."""
+    held = [*in_flight]
+
+    def done() -> Tensor:
+        if work is not None:
+            work.wait()
+        held.clear()
+        return out
+
+    return done
+
+
+def _firsts(started: Started) -> Started:
+    return lambda: [x[0] for x in started()]
+
+
+def _packed(xs: Sequence[Tensor], move: Callable[[Tensor], Callable[[], Tensor]]) -> Started:
+    """Begin `move`, from [m, length] to [n, length], on tensors [m, *shape], those of one dtype side by side."""
+    begun: list[tuple[list[int], list[int], Callable[[], Tensor]]] = []
     for dtype in dict.fromkeys(x.dtype for x in xs):
         at = [i for i, x in enumerate(xs) if x.dtype == dtype]
         flat = [xs[i].reshape(xs[i].shape[0], -1) if xs[i].numel() else xs[i].new_empty(xs[i].shape[0], 0) for i in at]
-        moved = move(torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous())
-        for i, piece in zip(at, moved.split([f.shape[1] for f in flat], 1), strict=True):
-            piece = piece.reshape(moved.shape[0], *xs[i].shape[1:])
-            out[i] = piece.clone() if len(flat) > 1 and moved.shape[0] == 1 else piece
-    return out
+        begun.append(
+            (at, [f.shape[1] for f in flat], move(torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous()))
+        )
+    shapes = [x.shape[1:] for x in xs]
+
+    def finish() -> list[Tensor]:
+        out: dict[int, Tensor] = {}
+        for at, lengths, done in begun:
+            moved = done()
+            for i, piece in zip(at, moved.split(lengths, 1), strict=True):
+                piece = piece.reshape(moved.shape[0], *shapes[i])
+                out[i] = piece.clone() if len(at) > 1 and moved.shape[0] == 1 else piece
+        return [out[i] for i in range(len(shapes))]
+
+    return finish
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ channel by channel, and each no later than its consumer: then first in, first ou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fmeg.pipeline.errors import ScheduleError
-from fmeg.pipeline.schedule import COMPUTE, Action, Schedule
+from fmeg.pipeline.schedule import COMPUTE, PARAMETERS, Action, Schedule
 
 
 class Message(NamedTuple):
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 def message_from(action: Action, rank_of: tuple[int, ...]) -> Message | None:
     """The message that an F, B or I produces; None if nobody on another rank waits for it."""
     kind, stage, microbatch = action[:3]
-    if kind == "W":
+    if kind not in ("F", "B", "I"):
         return None
     to = stage + 1 if kind == "F" else stage - 1
     if not 0 <= to < len(rank_of) or rank_of[to] == rank_of[stage]:
@@ -55,11 +55,11 @@ def messages(schedule: Schedule) -> Iterator[Message]:
 
 
 def derive(schedule: Schedule, ahead: int = 0, parameters: bool = False) -> Schedule:
-    """The schedule with SEND and RECV, and with `parameters` GATHER and REDUCE, written out; what was there is
-    replaced.
+    """The schedule with SEND and RECV written out; those that were there are replaced.
 
     ahead       receives are posted this many compute actions before their consumer
-    parameters  GATHER before a stage's first F, REDUCE after its last B or W
+    parameters  GATHER before a stage's first F, and REDUCE after its last B or W, are written where there are none;
+                those that are there stay between the compute actions where they stand
 
     ScheduleError if an action waits for a message that nobody sends.
 
@@ -67,6 +67,7 @@ def derive(schedule: Schedule, ahead: int = 0, parameters: bool = False) -> Sche
     0GATHER 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE
     1GATHER 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE
     """
+    marks = [_marks(line) for line in (with_parameters(schedule) if parameters else schedule).actions]
     schedule = schedule.compute()
     rank_of, last = schedule.rank_of, schedule.stages - 1
     outgoing: list[list[Action | None]] = []
@@ -84,17 +85,13 @@ def derive(schedule: Schedule, ahead: int = 0, parameters: bool = False) -> Sche
     for rank, (line, sends) in enumerate(zip(schedule.actions, outgoing, strict=True)):
         out: list[Action] = []
         arrived: set[tuple[str, int, int]] = set()
-        begun: set[int] = set()
-        final = {a.stage: i for i, a in enumerate(line) if a.kind in ("B", "W")} if parameters else {}
         posted = 0  # receives are written for line[:posted]
         for i, (action, send) in enumerate(zip(line, sends, strict=True)):
+            out += marks[rank].get(i, ())
             until = min(len(line), i + ahead + 1 + action.pair)
             while posted < until:
                 kind, stage, microbatch = line[posted][:3]
                 posted += 1
-                if parameters and stage not in begun:
-                    begun.add(stage)
-                    out.append(Action("GATHER", stage))
                 neighbour = stage - 1 if kind == "F" else stage + 1
                 if kind == "W" or not 0 <= neighbour <= last or rank_of[neighbour] == rank:
                     continue
@@ -117,7 +114,44 @@ def derive(schedule: Schedule, ahead: int = 0, parameters: bool = False) -> Sche
             out.append(action)
             if send is not None:
                 out.append(send)
-            if final.get(action.stage) == i:
-                out.append(Action("REDUCE", action.stage))
-        lines.append(tuple(out))
+        lines.append((*out, *marks[rank].get(len(line), ())))
     return Schedule(tuple(lines), rank_of, schedule.microbatches, schedule.name)
+
+
+def with_parameters(schedule: Schedule, kinds: Sequence[str] = PARAMETERS) -> Schedule:
+    """The schedule with a GATHER before each stage's first F and a REDUCE after its last B or W, each of `kinds` that
+    it has none of.
+
+    >>> print(with_parameters(Schedule.from_text("0F0 0F1 0B0 0B1"), ["REDUCE"]))
+    0F0 0F1 0B0 0B1 0REDUCE
+    """
+    there = {a.kind for line in schedule.actions for a in line}
+    lines = []
+    for line in schedule.actions:
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for i, a in enumerate(line):
+            if a.kind == "F":
+                first.setdefault(a.stage, i)
+            elif a.kind in ("B", "W"):
+                last[a.stage] = i
+        out: list[Action] = []
+        for i, a in enumerate(line):
+            if "GATHER" in kinds and "GATHER" not in there and first.get(a.stage) == i:
+                out.append(Action("GATHER", a.stage))
+            out.append(a)
+            if "REDUCE" in kinds and "REDUCE" not in there and last.get(a.stage) == i:
+                out.append(Action("REDUCE", a.stage))
+        lines.append(tuple(out))
+    return Schedule(tuple(lines), schedule.rank_of, schedule.microbatches, schedule.name)
+
+
+def _marks(line: Sequence[Action]) -> dict[int, list[Action]]:
+    """GATHER and REDUCE by the number of compute actions before them."""
+    marks: dict[int, list[Action]] = {}
+    before = 0
+    for a in line:
+        if a.kind in PARAMETERS:
+            marks.setdefault(before, []).append(a)
+        before += a.kind in COMPUTE
+    return marks

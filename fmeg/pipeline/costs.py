@@ -20,6 +20,7 @@ class Costs:
 
     F B I W  of a forward, a whole backward, and its two parts
     hop      of a message between two ranks
+    REDUCE   of a stage's sum of gradients over ranks, beside what its rank computes; a rank's run one after the other
     pair     None: the two actions of a pair run one after the other. A number: they begin and end together, and take
              this part of their sum
 
@@ -33,9 +34,10 @@ class Costs:
     W: Cost = 1.0
     hop: float = 0.0
     pair: float | None = None
+    REDUCE: Cost = 0.0
 
     def of(self, action: Action) -> float:
-        """Of one action; messages, GATHER and REDUCE take no time of their rank."""
+        """Of one action; messages and GATHER take no time."""
         cost = getattr(self, action.kind, 0.0)
         return cost if isinstance(cost, (int, float)) else cost[action.stage]
 
@@ -52,15 +54,16 @@ class Costs:
         """The costs of one of a rank's `chunks` stages, where these are of all of them; messages stay as they are.
 
         >>> Costs(hop=0.5).shared(2)
-        Costs(F=0.5, B=1.0, I=0.5, W=0.5, hop=0.5, pair=None)
+        Costs(F=0.5, B=1.0, I=0.5, W=0.5, hop=0.5, pair=None, REDUCE=0.0)
         """
         share = lambda cost: cost / chunks if isinstance(cost, (int, float)) else cost
-        return replace(self, **{kind: share(getattr(self, kind)) for kind in COMPUTE})
+        return replace(self, **{kind: share(getattr(self, kind)) for kind in (*COMPUTE, "REDUCE")})
 
     @classmethod
     def measured(cls, events: Iterable[Event], stages: int, hop: float = 0.0) -> Costs:
         """The median duration of each kind and stage among (rank, action, start, end); B is I + W where none was seen,
-        and I and W half of B each.
+        and I and W half of B each. Messages and REDUCE go on beside what is computed: when they were waited for does
+        not say how long they take.
 
         >>> Costs.measured([(0, Action("F", 0, 0), 0.0, 1.0), (0, Action("B", 0, 0), 1.0, 4.0)], stages=1).I
         (1.5,)

@@ -13,9 +13,16 @@ from fmeg.pipeline.memory import peaks
 from fmeg.pipeline.schedule import COMPUTE, Schedule
 from fmeg.pipeline.simulate import timeline
 
-COLORS = {"F": "#4c78a8", "B": "#54a24b", "I": "#439894", "W": "#f2a65a"}
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+COLORS = {"F": "#4c78a8", "B": "#54a24b", "I": "#439894", "W": "#f2a65a", "REDUCE": "#b279a2"}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "REDUCE": "sum of gradients over ranks",
+}
 
+STRIP = 4  # height of a REDUCE, which goes on below what its rank computes
 ROW, GAP, LEFT, RIGHT, HEAD, FOOT = 20, 3, 56, 64, 26, 26
 
 
@@ -31,26 +38,33 @@ class Svg(str):
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn of one schedule: boxes (events from time 0 on), their end, and the numbers beside them."""
+    """What is drawn of one schedule: boxes and strips (events from time 0 on), their end, and the numbers beside
+    them."""
 
     schedule: Schedule
     boxes: tuple[Event, ...]
+    strips: tuple[Event, ...]
     end: float
     bubble: float
     peak: tuple[float, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs | None, events: Iterable[Event] | None, after_input: float) -> Panel:
-        given = timeline(schedule, costs).events if events is None else events
+        given = list(timeline(schedule, costs).events if events is None else events)
         boxes = [event for event in given if event[1].kind in COMPUTE]
         if not boxes:
             raise ScheduleError("draw: there is nothing to draw; events must have actions F, B, I or W")
         begin = min(start for _, _, start, _ in boxes)
-        moved = tuple((rank, action, start - begin, end - begin) for rank, action, start, end in boxes)
-        last = max(end for _, _, _, end in moved)
+        moved, strips = (
+            tuple((rank, action, start - begin, end - begin) for rank, action, start, end in part)
+            for part in (boxes, [event for event in given if event[1].kind == "REDUCE"])
+        )
+        last = max(end for _, _, _, end in (*moved, *strips))
         total = schedule.ranks * last
         busy = sum(end - start for _, _, start, end in moved)
-        return cls(schedule, moved, last, (total - busy) / total if total else 0.0, tuple(peaks(schedule, after_input)))
+        return cls(
+            schedule, moved, strips, last, (total - busy) / total if total else 0.0, tuple(peaks(schedule, after_input))
+        )
 
     @property
     def title(self) -> str:
@@ -127,8 +141,8 @@ def _svg(panels: Sequence[Panel], width: int) -> Svg:
         top += HEAD
         out += _rows(panel, top, scale, width)
         top += panel.schedule.ranks * (ROW + GAP) + 8
-    kinds = {event[1].kind for panel in panels for event in panel.boxes}
-    for i, kind in enumerate(kind for kind in COMPUTE if kind in kinds):
+    kinds = {event[1].kind for panel in panels for event in (*panel.boxes, *panel.strips)}
+    for i, kind in enumerate(kind for kind in COLORS if kind in kinds):
         x = LEFT + 140 * i
         out.append(f'<rect x="{x}" y="{top + 2:g}" width="12" height="12" fill="{COLORS[kind]}"/>')
         out.append(f'<text x="{x + 18}" y="{top + 12:g}">{kind}: {NAMES[kind]}</text>')
@@ -159,6 +173,12 @@ def _rows(panel: Panel, top: float, scale: float, width: int) -> list[str]:
             f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{ROW}" fill="{color}" stroke="#fff">'
             f"<title>{action._replace(pair=False)} on rank {rank}, {start:.4g} to {end:.4g}</title></rect>"
             f'<text x="{x + wide / 2:.2f}" y="{y + 14:g}" fill="{ink(color)}" text-anchor="middle">{number}</text>'
+        )
+    for rank, action, start, end in panel.strips:
+        y, wide = top + rank * (ROW + GAP) + ROW - STRIP + GAP, max(1.5, (end - start) * scale)
+        out.append(
+            f'<rect x="{LEFT + start * scale:.2f}" y="{y:g}" width="{wide:.2f}" height="{STRIP}" '
+            f'fill="{COLORS["REDUCE"]}"><title>{action} on rank {rank}, {start:.4g} to {end:.4g}</title></rect>'
         )
     out += [f'<path fill="{color}" d="{"".join(boxes)}"/>' for color, boxes in paths.items()]
     return out

@@ -44,14 +44,20 @@ def png(
     right.set_yticks(range(schedule.ranks), [f"peak {p:.3g}" for p in panel.peak])
     axes.invert_yaxis()
     axes.set(title=panel.title, xlim=(0, panel.end))
-    kinds = {event[1].kind for event in panel.boxes}
+    strips: dict[int, list[tuple[float, float]]] = {}
+    for rank, _, start, end in panel.strips:
+        strips.setdefault(rank, []).append((start, max(end - start, panel.end / 500)))
+    for rank, spans in strips.items():
+        axes.broken_barh(spans, (rank + 0.33, 0.17), facecolors=COLORS["REDUCE"])
+    kinds = {event[1].kind for event in (*panel.boxes, *panel.strips)}
     legend = [Patch(color=color, label=f"{kind}: {NAMES[kind]}") for kind, color in COLORS.items() if kind in kinds]
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False)
     figure.savefig(path, dpi=dpi)
 
 
 def chrome_trace(events: Iterable[Event], unit: float = 1e6) -> str:
-    """JSON for chrome://tracing or Perfetto: a row a rank, a slice an action.
+    """JSON for chrome://tracing or Perfetto: a row a rank, a slice an action; REDUCE, which goes on beside, in
+    rows of its own.
 
     events  (rank, action, start, end), measured or `Timeline.events`
     unit    microseconds in one unit of their time: 1e6 for seconds
@@ -60,14 +66,18 @@ def chrome_trace(events: Iterable[Event], unit: float = 1e6) -> str:
     >>> json.loads(chrome_trace(gpipe(1, 1).timeline().events))["traceEvents"][-1]["name"]
     '0B0'
     """
-    rows, ranks = [], set()
+    rows, names = [], set()
     for rank, action, start, end in events:
-        ranks.add(rank)
-        args = {"stage": action.stage, "microbatch": action.microbatch}
+        sums = action.kind == "REDUCE"
+        args = {"stage": action.stage} if sums else {"stage": action.stage, "microbatch": action.microbatch}
         name = str(action._replace(pair=False))
-        where = {"pid": 0, "tid": rank, "ts": start * unit, "dur": (end - start) * unit}
+        names.add((int(sums), rank))
+        where = {"pid": int(sums), "tid": rank, "ts": start * unit, "dur": (end - start) * unit}
         rows.append({"name": name, "cat": action.kind, "ph": "X", **where, "args": args})
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": r, "args": {"name": f"rank {r}"}} for r in sorted(ranks)
+    heads = [
+        {"name": "thread_name", "ph": "M", "pid": sums, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for sums, rank in sorted(names)
     ]
-    return json.dumps({"traceEvents": names + rows})
+    if any(sums for sums, _ in names):
+        heads.append({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "sums of gradients"}})
+    return json.dumps({"traceEvents": heads + rows})

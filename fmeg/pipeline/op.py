@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from fmeg.pipeline.comms import with_parameters
 from fmeg.pipeline.cut import Cutter, Stage
 from fmeg.pipeline.errors import ScheduleError
+from fmeg.pipeline.reduce import Reductions, absorb
 from fmeg.pipeline.runtime import Pieces, Worker, run_real, run_virtual
 from fmeg.pipeline.schedule import Schedule
 from fmeg.pipeline.stages import Plan, plan
@@ -120,6 +122,7 @@ class LocalPipeline:
     staged: tuple[int, ...]
     n_sums: int
     stacked: frozenset[int]  # outputs that are gradients of staged parameters
+    reductions: Reductions = field(default_factory=Reductions)
     name: str = "pipeline"
 
     def loop(self) -> Loop:
@@ -213,8 +216,10 @@ class _Runner:
         self.op, self.ranks = op, ranks_of(backend, op.axis)
         cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
         schedule, spans = op.plan.schedule, op.plan.spans
-        compute = schedule.compute()
-        self.schedule = compute if isinstance(self.ranks, VirtualRanks) else compute.with_messages()
+        if op.reductions.moves:
+            schedule = with_parameters(schedule, ["REDUCE"])
+        virtual = isinstance(self.ranks, VirtualRanks)
+        self.schedule = schedule.without_messages() if virtual else schedule.with_messages()
         mine = {s for r in self.ranks.mine for s in schedule.stages_of(r)}
         last = schedule.stages - 1
         self.stages = {s: cutter.stage(spans[s], s == 0, s == last) for s in sorted(mine)}
@@ -224,16 +229,16 @@ class _Runner:
         self.cts = [v.type for v in cutter.back.args[0]]
 
     def _pieces(self, stage: Stage, s: int) -> Pieces:
-        inner, bodies = self.ranks.inner, self.bodies
-        forward = Executable(stage.forward, inner, bodies)
+        def executable(program: Program) -> Executable:
+            return Executable(program, self.ranks.inner, self.bodies)
+
+        forward = executable(stage.forward)
         kinds = {a.kind for line in self.op.plan.schedule.actions for a in line if a.stage == s}
-        whole = Executable(stage.backward, inner, bodies) if "B" in kinds else None
+        whole = executable(stage.backward) if "B" in kinds else None
         if "I" not in kinds:
             return Pieces(forward, whole)
         halves = halve_stage(stage.backward, stage.n_cts)
-        return Pieces(
-            forward, whole, Executable(halves.first, inner, bodies), Executable(halves.second, inner, bodies), halves
-        )
+        return Pieces(forward, whole, executable(halves.first), executable(halves.second), halves)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         op, schedule = self.op, self.schedule
@@ -271,7 +276,15 @@ class _Runner:
                 [rows[i] if c is None else c[j] for i, c in enumerate(per_batch)]
                 for j in range(op.plan.schedule.microbatches)
             ]
-        return Worker({s: self.stages[s] for s in owned}, b, inputs, {s: self.pieces[s] for s in owned})
+        return Worker(
+            {s: self.stages[s] for s in owned},
+            b,
+            inputs,
+            {s: self.pieces[s] for s in owned},
+            ranks=self.ranks,
+            reductions=op.reductions,
+            stacked=op.stacked,
+        )
 
     def _result(self, worker: Worker, rank: int, i: int) -> Any:
         b, op = self.ranks.inner, self.op
@@ -281,19 +294,21 @@ class _Runner:
         if i in op.stacked:
             sizes = [hi - lo for lo, hi in (op.plan.spans[s] for s in owned)]
             parts = [
-                worker.gradients[i, s].result() if (i, s) in worker.gradients else self._zeros(i, n)
+                self._zeros(i, n) if (rows := worker.rows(i, s)) is None else rows
                 for s, n in zip(owned, sizes, strict=True)
             ]
             if padding := op.plan.rows - sum(sizes):
                 parts.append(self._zeros(i, padding))
             return parts[0] if len(parts) == 1 else b.call(torch.cat, (parts,))
-        parts = [worker.gradients[i, s].result() for s in reversed(owned) if (i, s) in worker.gradients]
-        total = parts[0] if parts else self._zeros(i)
-        for p in parts[1:]:
-            total = b.call(torch.add, (total, p))
-        return total
+        total = worker.gradient(i)
+        return self._zeros(i) if total is None else total
 
     def _zeros(self, i: int, rows: int | None = None) -> torch.Tensor:
-        t = self.op.body.outputs[i].type
+        t = self.op.reductions.types.get(i) or self.op.body.outputs[i].type
         shape = t.shape if rows is None else (rows, *t.shape[1:])
         return torch.zeros(shape, dtype=t.dtype, device=self.ranks.inner.device)
+
+
+def start_early(program: Program) -> Program:
+    """The same step, in which pipelines begin the reductions of their gradients: `fmeg.pipeline.reduce.absorb`."""
+    return absorb(program, lambda op: isinstance(op, LocalPipeline))

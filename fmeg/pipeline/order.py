@@ -41,7 +41,7 @@ class Graph:
             raise ScheduleError(f"order: transport must be one of {', '.join(TRANSPORTS)}, given {transport!r}")
         if capacity is not None and capacity < 0:
             raise ScheduleError(f"order: capacity must be None or at least 0, given {capacity}")
-        self.schedule = schedule
+        self.schedule, self.costs = schedule, costs
         self.actions = [action for line in schedule.actions for action in line]
         self.transfers = len(self.actions)  # the first node that is a transfer
         self.rank: list[int] = []  # of each action

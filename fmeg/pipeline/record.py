@@ -28,9 +28,10 @@ _ACTIVE: ContextVar[Recording | None] = ContextVar("fmeg.pipeline.record", defau
 class Run:
     """One pass of one pipeline: a step, or a part of it.
 
-    events      (rank, action, start, end) in seconds of `time.perf_counter`, of this process's ranks, F B I W alone:
-                what a rank waits for a message is between its actions. On an accelerator the device is waited for at
-                both ends. A virtual mesh runs its ranks one after the other
+    events      (rank, action, start, end) in seconds of `time.perf_counter`, of this process's ranks: F B I W, and
+                REDUCE from its begin until it was waited for. What a rank waits for a message is between its actions.
+                On an accelerator the device is waited for at both ends. A virtual mesh runs its ranks one after the
+                other
     peak        of each of these ranks, the most residuals between two of its actions, in microbatches of that rank's
                 share of the model: what `peaks` predicts
     peak_bytes  the same in bytes of one device: storages that residuals keep alive beyond parameters and batch, each
@@ -78,10 +79,19 @@ class Run:
         device = worker.backend.device if worker.backend is not None else torch.device("cpu")
         chunks = max(1, len(self.schedule.stages_of(rank)))
         self.peak[rank], self.peak_bytes[rank] = 0.0, 0
+        began: dict[int, float] = {}
+
+        def reduced(stage: int) -> None:
+            self.events.append((rank, Action("REDUCE", stage), began[stage], _clock(device)))
+
+        worker.on_reduced = reduced
 
         def run(worker: Any, a: Action, message: Sequence[Any]) -> list[Any]:
             start = _clock(device)
             out = act(worker, a, message)
+            if a.kind == "REDUCE":
+                began[a.stage] = start
+                return out
             self.events.append((rank, a, start, _clock(device)))
             key = a.stage, a.microbatch
             before = meter.forget(key)

@@ -9,7 +9,7 @@ waited for by their consumer, sends at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fmeg.pipeline.cut import Stage
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.record import begin
+from fmeg.pipeline.reduce import Reductions, Started
 from fmeg.pipeline.schedule import Action, Schedule
 from fmeg.pipeline.transport import RealRanks
 from fmeg.pipeline.weights import Halves, used_inputs
@@ -52,7 +53,13 @@ class Worker:
     late: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     sums: dict[int, Sum] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Sum] = field(default_factory=dict)  # (output, stage)
-    peak: int = 0
+    ranks: Any = None
+    reductions: Reductions = field(default_factory=Reductions)
+    stacked: frozenset[int] = frozenset()  # outputs that are gradients of stacks of layers
+    reduced: dict[tuple[int, int], Any] = field(default_factory=dict)  # (output, stage, or -1 where stages share it)
+    started: list[tuple[int, list[tuple[int, int]], Started]] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)  # stages whose REDUCE has begun
+    on_reduced: Callable[[int], None] | None = None
 
     def forward(self, s: int, j: int, carries: Sequence[Any]) -> list[Any]:
         """F: the carries that leave."""
@@ -62,7 +69,6 @@ class Worker:
         for out, value in zip(stage.sums, got[n : n + len(stage.sums)], strict=True):
             self.sums.setdefault(out, Sum(self.backend)).add(value)
         self.kept[s, j] = got[n + len(stage.sums) :]
-        self.peak = max(self.peak, len(self.kept) + len(self.late))
         return got[:n]
 
     def backward(self, s: int, j: int, cts: Sequence[Any]) -> list[Any]:
@@ -97,6 +103,52 @@ class Worker:
         assert p.weights is not None and p.halves is not None
         self._add(s, p.halves.late, p.weights.run(_taken(self.late, s, j, "I")))
 
+    def reduce(self, s: int) -> None:
+        """REDUCE: the reductions of gradients that this stage completes, begun."""
+        self._mine(s)
+        self.done.add(s)
+        keys, values = [], []
+        for i in self.reductions.moves:
+            alone = i in self.stacked
+            parts = [s] if alone else [t for t, stage in self.stages.items() if i in stage.gradients]
+            having = [t for t in parts if (i, t) in self.gradients]
+            if s not in parts or not having or not self.done.issuperset(parts):
+                continue
+            keys.append((i, s if alone else -1))
+            values.append(self._total(i, having))
+        started = Started(self.ranks, [self.reductions.moves[i] for i, _ in keys], values)
+        started.begin()
+        self.started.append((s, keys, started))
+
+    def settle(self) -> None:
+        """Wait for the reductions that have begun."""
+        for s, keys, started in self.started:
+            self.reduced.update(zip(keys, started.finish(), strict=True))
+            if self.on_reduced is not None:
+                self.on_reduced(s)
+        self.started.clear()
+
+    def gradient(self, i: int) -> Any:
+        """The sum of an output that several stages may have a part of; None where none of this rank's has."""
+        if (i, -1) in self.reduced:
+            return self.reduced[i, -1]
+        having = [t for t in self.stages if (i, t) in self.gradients]
+        return self._total(i, having) if having else None
+
+    def rows(self, i: int, s: int) -> Any:
+        """The gradient of a stage's own layers; None where it has none."""
+        if (i, s) in self.reduced:
+            return self.reduced[i, s]
+        return self.gradients[i, s].result() if (i, s) in self.gradients else None
+
+    def _total(self, i: int, stages: Sequence[int]) -> Any:
+        """The last stage's part first, as the backward pass goes."""
+        parts = [self.gradients.pop((i, t)).result() for t in sorted(stages, reverse=True)]
+        total = parts[0]
+        for p in parts[1:]:
+            total = self.backend.call(torch.add, (total, p))
+        return total
+
     def left(self) -> list[str]:
         """The actions whose results were kept and not used."""
         return [f"{s}{kind}{j}" for kind, kept in (("F", self.kept), ("I", self.late)) for s, j in kept]
@@ -128,7 +180,7 @@ def _wants(a: Action, stages: int) -> Key | None:
     """The message that an action consumes."""
     if a.kind == "F":
         return ("F", a.stage, a.microbatch) if a.stage else None
-    if a.kind == "W":
+    if a.kind not in ("B", "I"):
         return None
     return ("B", a.stage, a.microbatch) if a.stage < stages - 1 else None
 
@@ -137,7 +189,7 @@ def _gives(a: Action, stages: int) -> Key | None:
     """The message that an action makes."""
     if a.kind == "F":
         return ("F", a.stage + 1, a.microbatch) if a.stage < stages - 1 else None
-    if a.kind == "W":
+    if a.kind not in ("B", "I"):
         return None
     return ("B", a.stage - 1, a.microbatch) if a.stage else None
 
@@ -151,6 +203,9 @@ def _act(worker: Worker, a: Action, message: Sequence[Any]) -> list[Any]:
         return worker.input_gradient(a.stage, a.microbatch, message)
     if a.kind == "W":
         worker.weight_gradient(a.stage, a.microbatch)
+        return []
+    if a.kind == "REDUCE":
+        worker.reduce(a.stage)
         return []
     raise ScheduleError(f"pipeline: the runtime has no action {a.kind} ({a})")
 
@@ -171,7 +226,7 @@ def _waits(schedule: Schedule, a: Action, want: Key) -> str:
 
 
 def run_virtual(schedule: Schedule, workers: Sequence[Worker]) -> None:
-    """All ranks in this process, by a ready list. `schedule`: F, B, I and W alone."""
+    """All ranks in this process, by a ready list. `schedule`: without messages."""
     lists, run = schedule.actions, begin(schedule)
     acts = [_act if run is None else run.watch(r, w, _act) for r, w in enumerate(workers)]
     at = [0] * len(lists)
@@ -191,6 +246,7 @@ def run_virtual(schedule: Schedule, workers: Sequence[Worker]) -> None:
                 give = _gives(a, schedule.stages)
                 if give is not None:
                     mail[give] = out
+                workers[r].settle()
                 at[r] += 1
                 progress = True
         if not progress:
@@ -264,6 +320,7 @@ def run_real(
             work.wait(timeout)
     except RuntimeError as e:
         raise ScheduleError(f"pipeline: rank {me} sent what was not received within {timeout}: {e}") from e
+    worker.settle()
     _check_left({me: worker})
 
 

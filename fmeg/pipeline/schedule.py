@@ -143,6 +143,11 @@ class Schedule:
         lines = tuple(tuple(a for a in line if a.kind in COMPUTE) for line in self.actions)
         return Schedule(lines, self.rank_of, self.microbatches, self.name)
 
+    def without_messages(self) -> Schedule:
+        """The same without sends and receives."""
+        lines = tuple(tuple(a for a in line if a.kind not in MESSAGES) for line in self.actions)
+        return Schedule(lines, self.rank_of, self.microbatches, self.name)
+
     def with_messages(self, ahead: int = 0, parameters: bool = False) -> Schedule:
         """The same with its sends and receives written out: `fmeg.pipeline.comms.derive`."""
         from fmeg.pipeline.comms import derive

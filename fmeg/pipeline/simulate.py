@@ -18,7 +18,7 @@ class Timeline:
     makespan  from the start of the step to the end of its last action
     busy      of each rank, the time in which it computes
     span      of each rank, from its first start to its last end
-    events    (rank, action, start, end) of all that is computed, rank by rank
+    events    (rank, action, start, end) of all that is computed, and of REDUCE, rank by rank
 
     >>> from fmeg.pipeline.one_f_one_b import gpipe
     >>> times = timeline(gpipe(2, 2))
@@ -62,14 +62,22 @@ def timeline(
     graph = Graph(schedule, costs or Costs(), transport, capacity)
     end = graph.run()
     bounds = [0, *accumulate(map(len, schedule.actions))]
-    busy, span, listed = [], [], []
+    reduce = graph.costs.per_stage("REDUCE", schedule.stages)
+    busy, span, listed, last = [], [], [], 0.0
     for rank, (begin, until) in enumerate(zip(bounds, bounds[1:], strict=False)):
         nodes = [i for i in range(begin, until) if graph.actions[i][0] in COMPUTE]
         busy.append(sum(graph.cost[i] for i in nodes))
         span.append(end[nodes[-1]] - (end[nodes[0]] - graph.cost[nodes[0]]) if nodes else 0.0)
+        free = 0.0  # when the rank's reductions before this one have ended
+        sums = []
+        for i in range(begin, until):
+            if graph.actions[i][0] == "REDUCE":
+                start, free = max(end[i], free), max(end[i], free) + reduce[graph.actions[i][1]]
+                sums.append((rank, graph.actions[i], start, free))
+        last = max(last, free)
         if events:
-            listed += [(rank, graph.actions[i], end[i] - graph.cost[i], end[i]) for i in nodes]
-    makespan = max(end[: graph.transfers], default=0.0)
+            listed += [(rank, graph.actions[i], end[i] - graph.cost[i], end[i]) for i in nodes] + sums
+    makespan = max(last, *end[: graph.transfers]) if graph.transfers else 0.0
     return Timeline(makespan, tuple(busy), tuple(span), tuple(listed))
 
 

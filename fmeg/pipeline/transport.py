@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ import torch
 from fmeg.mesh import Mesh
 from fmeg.mesh.loop import LoopBackend, Parts
 from fmeg.mesh.vmap import Stack, VmapBackend
+
+Started = Callable[[], list[Any]]
+"""What has begun: call it to wait for the values."""
 
 
 class VirtualRanks:
@@ -70,13 +73,20 @@ class VirtualRanks:
             return Parts(whole, tensors)
         return Stack(whole, torch.stack(tensors))
 
+    def start(self, kind: str, values: Sequence[Any], axes: tuple[str, ...], args: Sequence[Any]) -> Started:
+        """A reduction inside each pipeline rank, done at once; args as in `RealRanks.start`."""
+        if kind == "all_reduce":
+            done = self.inner.all_reduce(values, axes, args[0])
+        else:
+            done = self.inner.reduce_scatter(values, axes, args)
+        return lambda: done
+
 
 class RealRanks:
     """This process's pipeline rank on a real mesh; a value is the local tensor."""
 
     def __init__(self, backend: Any, axis: str) -> None:
         self.backend, self.axis = backend, axis
-        self.n = backend.mesh.sizes[axis]
         rank = backend.ranks[0]
         self.coordinates = backend.mesh.coordinates(rank)
         self.mine = (self.coordinates[axis],)
@@ -91,6 +101,12 @@ class RealRanks:
     def peer(self, rank: int) -> int:
         """World rank of the process with this one's coordinates on a neighbouring pipeline rank."""
         return self.backend.mesh.rank({**self.coordinates, self.axis: rank})
+
+    def start(self, kind: str, values: Sequence[Any], axes: tuple[str, ...], args: Sequence[Any]) -> Started:
+        """A reduction ("all_reduce", args: the operation; "reduce_scatter", args: a dimension a value), begun."""
+        if kind == "all_reduce":
+            return self.backend.start_all_reduce(values, axes, args[0])
+        return self.backend.start_reduce_scatter(values, axes, args)
 
 
 def ranks_of(backend: Any, axis: str) -> VirtualRanks | RealRanks:

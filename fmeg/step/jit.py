@@ -13,7 +13,7 @@ import torch
 from fmeg import tree
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
-from fmeg.pipeline.op import Pipeline, Storage
+from fmeg.pipeline.op import Pipeline, Storage, start_early
 from fmeg.program import recorder
 from fmeg.program.cost import Cost, cost
 from fmeg.program.errors import ShardingError, TraceError
@@ -68,7 +68,7 @@ class Lowered:
 
     def compile(self) -> Compiled:
         """Ready to run on the mesh's backend."""
-        return Compiled(self, Executable(self.program, self.mesh.backend()))
+        return Compiled(self, Executable(start_early(self.program), self.mesh.backend()))
 
     def explain(self) -> Any:
         """Every collective: kind, axes, bytes, count, source line and reason. A table with `_repr_html_`."""

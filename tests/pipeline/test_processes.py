@@ -34,6 +34,19 @@ def pp2_dp2():
     _equal(dict(pp=2, dp=2), layout, ["1f1b", "zb_v", "dualpipe_v"])
 
 
+def reductions():
+    """Gradients of a stage are on their way while the rank computes for another stage; bits as on the virtual mesh."""
+    for layout in (Layout(layers="pp", batch="dp"), Layout(layers="pp", batch="dp", opt=dict(embed="dp"))):
+        _equal(dict(dp=2, pp=2), layout, ["1f1b", "zb_v", "interleaved_1f1b"])
+    mesh = Mesh(dp=2, pp=2, backend="distributed")
+    with record() as recording:
+        run(config(8), batch(16), mesh=mesh, layout=layout, microbatches=4, schedule="interleaved_1f1b")
+    events = recording.last().events
+    begun = [start for _, a, start, _ in events if a.kind == "REDUCE"]
+    assert len(begun) == 2
+    assert sum(a.kind == "B" and start > begun[0] for _, a, start, _ in events) >= 2
+
+
 def lost_message():
     """Rank 1 drops what it should send to rank 2: whoever waits for it says so, in seconds."""
     import torch.distributed as dist
@@ -69,7 +82,8 @@ def recorded_runs():
         assert len({rank for rank, *_ in mine.events}) == len(mine.peak) == 1
         assert [whole.peak[r] for r in range(axes["pp"])] == peaks(whole.schedule)
         compute = whole.schedule.compute().actions
-        assert all(tuple(a for r, a, *_ in whole.events if r == rank) == line for rank, line in enumerate(compute))
+        ran = [(r, a) for r, a, *_ in whole.events if a.kind != "REDUCE"]
+        assert all(tuple(a for r, a in ran if r == rank) == line for rank, line in enumerate(compute))
         began = {(a.kind, a.stage, a.microbatch): (start, end) for _, a, start, end in whole.events}
         assert all(began["F", s, j][0] > began["F", s - 1, j][1] for k, s, j in began if k == "F" and s)
 
@@ -79,7 +93,7 @@ class _Done:
         return True
 
 
-CHECKS = [pp4, pp2_dp2, recorded_runs, lost_message]  # the last one breaks the group
+CHECKS = [pp4, pp2_dp2, reductions, recorded_runs, lost_message]  # the last one breaks the group
 
 
 @pytest.fixture(scope="module")
