@@ -4,11 +4,13 @@ contractions    einsum
 norms           rms_norm, layer_norm
 attention       attention, rope, rope_table, Llama3Scaling, YarnScaling
 tokens          embedding, cross_entropy
+router          router, router_from_logits, Router, RouterOutput, loss_counts, update_bias
 pointwise       swiglu, geglu, gelu, dropout
 """
 
 from fmeg.ops.activations import geglu, gelu, swiglu
 from fmeg.ops.attention import attention
+from fmeg.ops.balance import loss_counts, update_bias
 from fmeg.ops.cross_entropy import cross_entropy
 from fmeg.ops.dropout import dropout
 from fmeg.ops.einsum import einsum
@@ -16,10 +18,13 @@ from fmeg.ops.embedding import embedding
 from fmeg.ops.layer_norm import layer_norm
 from fmeg.ops.rms_norm import rms_norm
 from fmeg.ops.rope import Llama3Scaling, RopeScaling, YarnScaling, rope, rope_table
+from fmeg.ops.router import Router, RouterOutput, router, router_from_logits
 
 __all__ = [
     "Llama3Scaling",
     "RopeScaling",
+    "Router",
+    "RouterOutput",
     "YarnScaling",
     "attention",
     "cross_entropy",
@@ -29,8 +34,12 @@ __all__ = [
     "geglu",
     "gelu",
     "layer_norm",
+    "loss_counts",
     "rms_norm",
     "rope",
     "rope_table",
+    "router",
+    "router_from_logits",
     "swiglu",
+    "update_bias",
 ]

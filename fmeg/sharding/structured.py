@@ -180,8 +180,8 @@ def accumulate(part: Partitioner, node: Node) -> None:
     body = rematerialise(child.finish(inputs, outs, acc.body.names))
     op = LocalAccumulate(body, acc.steps, acc.batched)
     locals_ = part.emit(op, tuple(args), {}, [(o.type, h) for o, h in zip(node.outs, homes, strict=True)])
-    for o, home, local in zip(node.outs, homes, locals_, strict=True):
-        part.define(o, home, local)
+    for o, inner, home, local in zip(node.outs, acc.body.outputs, homes, locals_, strict=True):
+        part.define(o, home, local, reduced=child.placed(inner).reduced)
 
 
 def sum_home(home: Placement, grads: Placement) -> Placement:
