@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +59,12 @@ def from_hf(state: Mapping[str, Tensor], cfg: Any, dtype: torch.dtype | None = N
         )
 
     def read(path: str, p: Param) -> Tensor:
-        first, *_ = theirs = _names(p, cfg)
-        like = state[names[first]]
+        theirs = _names(p, cfg)
+        like = state[names[next(iter(theirs))]]
         out = torch.zeros(p.shape(cfg.sizes), dtype=dtype or like.dtype, device=like.device)
-        for i, name in enumerate(theirs):
+        for name, index in theirs.items():
             one = _theirs_to_ours(path, p, state[names[name]], cfg)
-            to = out[i] if p.axes.startswith("layers ") else out
-            to[tuple(slice(n) for n in one.shape)] = one  # the rest, if any, is padding
+            out[index][tuple(slice(n) for n in one.shape)] = one  # the rest, if any, is padding
         return out
 
     return tree.map_with_path(read, model_of(cfg).parameters(cfg))
@@ -155,46 +156,88 @@ def _rows(cfg: Any) -> dict[str, Param]:
     return dict(zip(tree.paths(table), tree.leaves(table), strict=True))
 
 
-def _names(p: Param, cfg: Any) -> list[str]:
-    return [p.hf.format(i) for i in range(cfg.layers)] if "{}" in p.hf else [p.hf]
+def _names(p: Param, cfg: Any) -> dict[str, tuple[int, ...]]:
+    """Each name there, and the place here along the stacked axes."""
+    places = product(*(range(cfg.sizes[a]) for a in p.stacked))
+    return {p.hf.format(*(n + p.first if i == 0 else n for i, n in enumerate(at))): at for at in places}
 
 
-def _patterns(p: Param) -> tuple[str, str]:
-    ours = p.axes.removeprefix("layers ")
-    return ours, p.hf_axes or ours
+@dataclass(frozen=True)
+class _Pattern:
+    """How one tensor lies: `ours`; and `theirs` as einops reads it, `flat` with every axis a dimension.
+
+    joined   the axes that share a dimension there, in order, and which dimension of `flat` it is; `own` is ours
+    """
+
+    ours: str
+    theirs: str
+    flat: str
+    own: str = ""
+    joined: tuple[str, ...] = ()
+    dim: int = 0
+
+    @staticmethod
+    def of(p: Param) -> _Pattern:
+        ours = " ".join(p.axes.split()[len(p.stacked) :])
+        theirs = p.hf_axes or ours
+        flat = theirs.replace("(", "").replace(")", "").split()
+        for dim, axes in enumerate(flat):
+            if "|" in axes:
+                joined = tuple(axes.split("|"))
+                (own,) = set(joined) & set(ours.split())
+                flat[dim] = own
+                return _Pattern(ours, theirs.replace(axes, own), " ".join(flat), own, joined, dim)
+        return _Pattern(ours, theirs, " ".join(flat))
+
+    @property
+    def place(self) -> int:
+        """Which one of those that share a tensor it is."""
+        return self.joined.index(self.own) if self.joined else 0
 
 
 def _sizes(cfg: Any, pattern: str) -> dict[str, int]:
-    names = set(pattern.replace("(", " ").replace(")", " ").split())
+    names = set(pattern.split())
     return {a: n for a, n in (cfg.sizes | {"vocab": cfg.vocab_size}).items() if a in names}
 
 
 def _theirs_to_ours(path: str, p: Param, tensor: Tensor, cfg: Any) -> Tensor:
-    ours, theirs = _patterns(p)
+    pattern = _Pattern.of(p)
     i, n = p.part
-    sizes = _sizes(cfg, ours)
+    sizes = _sizes(cfg, pattern.ours)
+    parts = [cfg.sizes[a] for a in pattern.joined]
+    whole = sizes | ({pattern.own: sum(parts)} if parts else {})
     try:
-        return rearrange(tensor.chunk(n, -1)[i], f"{theirs} -> {ours}", **sizes)
+        x = rearrange(tensor.chunk(n, -1)[i], f"{pattern.theirs} -> {pattern.flat}", **whole)
+        x = x.split(parts, pattern.dim)[pattern.place] if parts else x
+        return rearrange(x, f"{pattern.flat} -> {pattern.ours}", **sizes)
     except Exception as e:
         raise ValueError(
-            f"from_hf: {p.hf!r} (here {path!r}) should be {theirs!r} with {sizes}, got {tuple(tensor.shape)}"
+            f"from_hf: {p.hf!r} (here {path!r}) should be {p.hf_axes or pattern.ours!r} with {sizes}, got "
+            f"{tuple(tensor.shape)}"
         ) from e
+
+
+def _ours_to_theirs(rows: list[Param], leaves: list[Tensor], cfg: Any) -> Tensor:
+    """One tensor there, of those here that share it, in order."""
+    patterns = [_Pattern.of(p) for p in rows]
+    first = patterns[0]
+    pieces = [rearrange(x, f"{q.ours} -> {q.flat}") for q, x in zip(patterns, leaves, strict=True)]
+    if first.joined:
+        pieces = [torch.cat(pieces, first.dim)]
+    sizes = dict(zip(first.flat.split(), pieces[0].shape, strict=True))
+    return torch.cat([rearrange(x, f"{first.flat} -> {first.theirs}", **sizes) for x in pieces], -1).contiguous()
 
 
 def _hf_tensors(params: Mapping[str, Any], cfg: Any) -> Iterator[tuple[str, Tensor]]:
     leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
-    together: dict[str, list[str]] = {}  # Hugging Face's name -> paths of its parts, in order
+    together: dict[tuple[str, int], list[str]] = {}  # Hugging Face's name -> paths of its parts, in order
     rows = _rows(cfg)
-    for path, p in sorted(rows.items(), key=lambda row: row[1].part):
-        together.setdefault(p.hf, []).append(path)
+    for path, p in sorted(rows.items(), key=lambda row: (row[1].part, _Pattern.of(row[1]).place)):
+        together.setdefault((p.hf, p.first), []).append(path)
     for paths in together.values():
-        for i, name in enumerate(_names(rows[paths[0]], cfg)):
-            parts = []
-            for path in paths:
-                p, leaf = rows[path], leaves[path]
-                leaf = leaf[i] if p.axes.startswith("layers ") else leaf
-                ours, theirs = _patterns(p)
-                if ours.startswith("vocab"):
-                    leaf = leaf[: cfg.vocab_size]
-                parts.append(rearrange(leaf, f"{ours} -> {theirs}", **_sizes(cfg, ours)))
-            yield name, torch.cat(parts, -1).contiguous()
+        these = [rows[path] for path in paths]
+        for name, index in _names(these[0], cfg).items():
+            parts = [leaves[path][index] for path in paths]
+            if _Pattern.of(these[0]).ours.startswith("vocab"):
+                parts = [x[: cfg.vocab_size] for x in parts]
+            yield name, _ours_to_theirs(these, parts, cfg)

@@ -22,11 +22,14 @@ from fmeg import random, tree
 class Param:
     """One parameter.
 
-    axes      logical axes, one a dimension; a leading `layers` is stacked
+    axes      logical axes, one a dimension
     init      standard deviation of a normal, or "ones" or "zeros"
-    hf        name in a Hugging Face checkpoint, `{}` for the index of the layer
-    hf_axes   how it lies there (einops; default: as here, without `layers`)
+    hf        name in a Hugging Face checkpoint; a `{}` for the index along each leading axis that is stacked here but
+              not there: the layer, or the layer and the expert
+    hf_axes   how it lies there (einops; default: as here, without the stacked axes); `a|b` is a dimension in which a
+              parameter with an axis `a` comes before one with `b`
     part      (i, n): the i-th of n equal parts of the last dimension there
+    first     the number there of the first layer of the stack
     """
 
     axes: str
@@ -34,6 +37,16 @@ class Param:
     hf: str
     hf_axes: str = ""
     part: tuple[int, int] = (0, 1)
+    first: int = 0
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The leading axes that are stacked here but not there.
+
+        >>> Param("layers experts embed ff", 0.02, "layers.{}.experts.{}.w").stacked
+        ('layers', 'experts')
+        """
+        return tuple(self.axes.split()[: self.hf.count("{}")])
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Sizes of the dimensions.
