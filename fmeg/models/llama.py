@@ -43,6 +43,8 @@ class Config:
     """Sizes bear the names of their logical axes; see `fmeg.models.presets` for published ones.
 
     window          a query sees this many keys, its own included; None: all before it
+    sinks           each head has a learned logit that takes up attention (gpt-oss)
+    attn_gate       attention's result is gated by the sigmoid of a product with the input (Qwen3-Next)
     vocab_multiple  embedding and head are padded up to a multiple of this; the loss never sees the padding
     dtype           of the parameters
     compute_dtype   the parameters are cast to it where they are used; None: `dtype`
@@ -63,6 +65,8 @@ class Config:
     window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    attn_gate: bool = False
     tied: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -89,32 +93,45 @@ class Config:
         return {"vocab": self.padded_vocab, **{a: getattr(self, a) for a in same}}
 
 
-def parameters(cfg: Config) -> dict[str, Any]:
-    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there."""
-    std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
-    at, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
-    layers = {
+def attention_rows(cfg: Any, std: float, out: float) -> dict[str, Param]:
+    """The table's rows of what `attend` reads, and its norm. `std` and `out`: of the initial values."""
+    at = "model.layers.{}.self_attn."
+    rows = {
         "norm1": Param("layers embed", "ones", "model.layers.{}.input_layernorm.weight"),
         "wq": Param("layers embed heads head_dim", std, at + "q_proj.weight", "(heads head_dim) embed"),
         "wk": Param("layers embed kv_heads head_dim", std, at + "k_proj.weight", "(kv_heads head_dim) embed"),
         "wv": Param("layers embed kv_heads head_dim", std, at + "v_proj.weight", "(kv_heads head_dim) embed"),
         "wo": Param("layers heads head_dim embed", out, at + "o_proj.weight", "embed (heads head_dim)"),
-        "norm2": Param("layers embed", "ones", "model.layers.{}.post_attention_layernorm.weight"),
-        "w_gate": Param("layers embed ff", std, mlp + "gate_proj.weight", "ff embed"),
-        "w_up": Param("layers embed ff", std, mlp + "up_proj.weight", "ff embed"),
-        "w_down": Param("layers ff embed", out, mlp + "down_proj.weight", "embed ff"),
     }
     if cfg.qkv_bias:
-        layers |= {
+        rows |= {
             "bq": Param("layers heads head_dim", "zeros", at + "q_proj.bias", "(heads head_dim)"),
             "bk": Param("layers kv_heads head_dim", "zeros", at + "k_proj.bias", "(kv_heads head_dim)"),
             "bv": Param("layers kv_heads head_dim", "zeros", at + "v_proj.bias", "(kv_heads head_dim)"),
         }
     if cfg.qk_norm:
-        layers |= {
+        rows |= {
             "q_norm": Param("layers head_dim", "ones", at + "q_norm.weight"),
             "k_norm": Param("layers head_dim", "ones", at + "k_norm.weight"),
         }
+    if cfg.sinks:
+        rows["sinks"] = Param("layers heads", "zeros", at + "sinks")
+    if cfg.attn_gate:
+        gate = at + "gate_proj.weight"
+        rows["w_attn_gate"] = Param("layers embed heads head_dim", std, gate, "(heads head_dim) embed")
+    return rows
+
+
+def parameters(cfg: Config) -> dict[str, Any]:
+    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there."""
+    std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
+    mlp = "model.layers.{}.mlp."
+    layers = attention_rows(cfg, std, out) | {
+        "norm2": Param("layers embed", "ones", "model.layers.{}.post_attention_layernorm.weight"),
+        "w_gate": Param("layers embed ff", std, mlp + "gate_proj.weight", "ff embed"),
+        "w_up": Param("layers embed ff", std, mlp + "up_proj.weight", "ff embed"),
+        "w_down": Param("layers ff embed", out, mlp + "down_proj.weight", "embed ff"),
+    }
     table = {
         "embed": Param("vocab embed", std, "model.embed_tokens.weight"),
         "layers": layers,
@@ -147,14 +164,14 @@ def logical_axes(cfg: Config) -> dict[str, Any]:
     return axes_of(parameters(cfg))
 
 
-def block(
+def attend(
     p: Mapping[str, Tensor],
     x: Float[Tensor, "b s d"],
     rope: Float[Tensor, "... s half 2"],
     segments: Int[Tensor, "b s"] | None,
-    cfg: Config,
+    cfg: Any,
 ) -> Float[Tensor, "b s d"]:
-    """One layer: attention, then SwiGLU, each added to the residual stream `x` (batch res_seq embed)."""
+    """What attention adds to the residual stream `x` (batch res_seq embed)."""
     h = shard(ops.rms_norm(x, p["norm1"], cfg.norm_eps), P("batch", "seq", None))
     q = einsum("b s d, d h e -> b s h e", h, p["wq"])
     k = einsum("b s d, d k e -> b s k e", h, p["wk"])
@@ -163,15 +180,44 @@ def block(
         q, k, v = q + p["bq"], k + p["bk"], v + p["bv"]
     if cfg.qk_norm:
         q, k = ops.rms_norm(q, p["q_norm"], cfg.norm_eps), ops.rms_norm(k, p["k_norm"], cfg.norm_eps)
-    o = ops.attention(ops.rope(q, rope), ops.rope(k, rope), v, causal=True, window=cfg.window, segments=segments)
+    gate = einsum("b s d, d h e -> b s h e", h, p["w_attn_gate"]) if cfg.attn_gate else None
+    o = ops.attention(
+        ops.rope(q, rope),
+        ops.rope(k, rope),
+        v,
+        window=cfg.window,
+        segments=segments,
+        sinks=p["sinks"] if cfg.sinks else None,
+        gate=gate,
+    )
     o = einsum("b s h e, h e d -> b s d", name(o, "attention"), p["wo"])
-    x = x + shard(o, P("batch", "res_seq", None))
+    return shard(o, P("batch", "res_seq", None))
 
-    h = shard(ops.rms_norm(x, p["norm2"], cfg.norm_eps), P("batch", "seq", None))
-    gate = einsum("b s d, d f -> b s f", h, p["w_gate"])
-    up = einsum("b s d, d f -> b s f", h, p["w_up"])
-    o = einsum("b s f, f d -> b s d", name(ops.swiglu(gate, up), "ff"), p["w_down"])
-    return x + shard(o, P("batch", "res_seq", None))
+
+def swiglu(
+    h: Float[Tensor, "b s d"],
+    w_gate: Float[Tensor, "d f"],
+    w_up: Float[Tensor, "d f"],
+    w_down: Float[Tensor, "f d"],
+) -> Float[Tensor, "b s d"]:
+    """The MLP: what it adds to the residual stream, from the normed stream."""
+    h = shard(h, P("batch", "seq", None))
+    gate = einsum("b s d, d f -> b s f", h, w_gate)
+    up = einsum("b s d, d f -> b s f", h, w_up)
+    o = einsum("b s f, f d -> b s d", name(ops.swiglu(gate, up), "ff"), w_down)
+    return shard(o, P("batch", "res_seq", None))
+
+
+def block(
+    p: Mapping[str, Tensor],
+    x: Float[Tensor, "b s d"],
+    rope: Float[Tensor, "... s half 2"],
+    segments: Int[Tensor, "b s"] | None,
+    cfg: Config,
+) -> Float[Tensor, "b s d"]:
+    """One layer: attention, then SwiGLU, each added to the residual stream `x` (batch res_seq embed)."""
+    x = x + attend(p, x, rope, segments, cfg)
+    return x + swiglu(ops.rms_norm(x, p["norm2"], cfg.norm_eps), p["w_gate"], p["w_up"], p["w_down"])
 
 
 def apply(
@@ -247,7 +293,7 @@ def flops_per_token(cfg: Config, seq: int) -> float:
     >>> flops_per_token(presets.get("llama3-8b"), 8192) / 1e9
     51.470401536
     """
-    attn = cfg.embed * cfg.head_dim * 2 * (cfg.heads + cfg.kv_heads)
+    attn = cfg.embed * cfg.head_dim * ((3 if cfg.attn_gate else 2) * cfg.heads + 2 * cfg.kv_heads)
     core = 2 * visible(seq, cfg.window) * cfg.heads * cfg.head_dim
     return 6 * (cfg.layers * (attn + core + 3 * cfg.embed * cfg.ff) + cfg.vocab_size * cfg.embed)
 
@@ -321,6 +367,9 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
     """
     traits = {"mistral": cfg.window is not None, "qwen2": cfg.qkv_bias, "qwen3": cfg.qk_norm}
     kinds = [kind for kind, has in traits.items() if has]
+    for field in ("sinks", "attn_gate"):
+        if getattr(cfg, field):
+            raise ValueError(f"to_hf_config: no Hugging Face model of this family has {field}")
     if len(kinds) > 1:
         raise ValueError(f"to_hf_config: no Hugging Face model has the traits of {' and '.join(kinds)} together")
     kind = kinds[0] if kinds else "llama"

@@ -21,6 +21,7 @@ MODELS = {
     "tiny": ("tiny", {}),
     "tied": ("tiny", {"tied": True, "z_loss": 1e-3}),
     "all traits": ("tiny", {"qk_norm": True, "qkv_bias": True, "window": 3}),
+    "sinks and gate": ("tiny", {"sinks": True, "attn_gate": True}),
     "remat": ("tiny", {"remat": "full"}),
     "gpt2": ("tiny-gpt2", {"dropout": 0.1}),
 }
