@@ -19,7 +19,7 @@ def balance_losses(
     logits: Float[Tensor, "b s e"],
     scores: Float[Tensor, "b s e"],
     cfg: Router,
-    counted: Callable[[], Bool[Tensor, "b s e"]],
+    counted: Callable[[], tuple[Bool[Tensor, "b s e"], Int[Tensor, "e"]]],
     mask: Bool[Tensor, "b s"] | None = None,
     running: Int[Tensor, "e"] | None = None,
 ) -> tuple[dict[str, Float[Tensor, ""]], Int[Tensor, "e"] | None]:
@@ -35,6 +35,8 @@ def balance_losses(
         running    the same, with counts `running` + those of the batch
         z          Σ over tokens of logsumexp(logits)²; count: tokens
 
+    counted   gives which experts a token counts for, and their counts
+
     Sums are to be divided by the sums of `loss_counts` over all microbatches. "sequence" then does not depend on how
     sequences make up microbatches; "batch" is the mean over microbatches, weighted by their tokens.
 
@@ -44,15 +46,15 @@ def balance_losses(
     losses: dict[str, Tensor] = {}
     after = None
     if cfg.sequence_loss or cfg.batch_loss or cfg.running_loss:
-        hot, p = counted(), _probabilities(logits, scores, cfg.score)
+        (hot, counts), p = counted(), _probabilities(logits, scores, cfg.score)
         p = p if mask is None else torch.where(mask.unsqueeze(-1), p, 0.0)
         e, k = logits.shape[-1], cfg.top_k
         if cfg.sequence_loss:
             tokens = max(logits.shape[1], 1) if mask is None else mask.sum(1).clamp_min(1).to(p.dtype)
-            each = (hot.sum(1).to(p.dtype) * p.sum(1)).sum(-1) / (tokens * tokens)
+            each = (_complete(hot.sum(1)).to(p.dtype) * p.sum(1)).sum(-1) / (tokens * tokens)
             losses["sequence"] = each.sum() * (cfg.sequence_loss * e / k)
         if cfg.batch_loss or cfg.running_loss:
-            counts, total = hot.sum((0, 1)), p.sum((0, 1))
+            counts, total = _complete(counts), p.sum((0, 1))
             if cfg.batch_loss:
                 losses["batch"] = _summed(counts, total) * (cfg.batch_loss * e)
             if cfg.running_loss:
@@ -63,6 +65,11 @@ def balance_losses(
         z = lse * lse if mask is None else torch.where(mask, lse * lse, 0.0)
         losses["z"] = z.sum() * cfg.z_loss
     return losses, after
+
+
+def _complete(counts: Tensor) -> Tensor:
+    """Counts as they are; on a mesh, no longer a pending sum: their product with one of probabilities then is one."""
+    return counts.clamp_min(0)
 
 
 def _summed(counts: Tensor, total: Tensor) -> Tensor:

@@ -203,9 +203,16 @@ def router_from_logits(
     if keep is not None:
         weights = torch.where(keep, weights, 0.0)
     plain = cfg.counted == "chosen" or (bias is None and replay is None and cfg.select == "top_k" and cfg.groups == 1)
-    counted = lambda: chosen if plain else _one_hot(top_k(scores.detach(), cfg.top_k), logits.shape[-1], mask)
+    counts = chosen.sum((0, 1))
+
+    def counted() -> tuple[Tensor, Tensor]:
+        if plain:
+            return chosen, counts
+        hot = _one_hot(top_k(scores.detach(), cfg.top_k), logits.shape[-1], mask)
+        return hot, hot.sum((0, 1))
+
     losses, running = balance_losses(logits, scores, cfg, counted, mask, running)
-    return RouterOutput(experts, weights, keep, slots, chosen.sum((0, 1)), losses, running)
+    return RouterOutput(experts, weights, keep, slots, counts, losses, running)
 
 
 def top_k(x: Float[Tensor, "*rows n"], k: int) -> Int[Tensor, "*rows k"]:
