@@ -190,8 +190,10 @@ class _Partition:
             (o.type, self._outer(i, h, stacked)) for i, (o, h) in enumerate(zip(self.node.outs, homes, strict=True))
         ]
         values = part.emit(local, tuple(args), {}, types)
-        for o, (_, placement), value in zip(self.node.outs, types, values, strict=True):
-            part.define(o, placement, value)
+        for i, (o, (_, placement), value) in enumerate(zip(self.node.outs, types, values, strict=True)):
+            inner = child.placed(op.body.outputs[i])
+            summed = i < n_sums and (inner.reduced or not inner.home.pending)  # over microbatches and stages
+            part.define(o, placement, value, reduced=summed)
 
     def _off(self, p: Placement) -> Placement:
         """Whole along the pipeline's axis."""

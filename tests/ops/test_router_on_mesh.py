@@ -193,6 +193,37 @@ def test_layers_in_a_scan():
         assert_equivalent(step, params, batch, bias, mesh=mesh, layout=Layout(**layout), axes=axes, strict=True)
 
 
+def test_a_pipeline():
+    """What layers add up goes along in the carry, counts at the layer's own row."""
+    cfg = Router(2, "sigmoid", renormalize=True, capacity_factor=1.0, drop="position", **EVERY_LOSS)
+    params = {"w": rand(4, D, E), "v": rand(4, D, D, seed=1) / 3}
+    batch = {"x": rand(B, S, D, seed=2), "mask": rand(B, S, seed=3) > -0.6}
+    bias = 0.1 * rand(4, E, seed=4)
+
+    def loss(p, batch, bias):
+        def layer(carry, layer):
+            x, losses, counts = carry
+            r = router(x, layer["w"], cfg, bias=layer["bias"], mask=batch["mask"])
+            y = ops.einsum("b s d, d f -> b s f", x, layer["v"])
+            mine = torch.arange(4).unsqueeze(-1) == layer["i"]
+            carry = {name: losses[name] + r.losses[name] for name in losses}, counts + torch.where(mine, r.counts, 0)
+            return (x + y * r.weights.sum(-1, keepdim=True), *carry), None
+
+        n = loss_counts(batch["x"], cfg, batch["mask"])
+        start = batch["x"], tree.map(torch.zeros_like, n), torch.zeros(4, E, dtype=torch.int64)
+        (x, losses, counts), _ = scan(layer, start, {**p, "bias": bias, "i": torch.arange(4)})
+        return [((x * x).sum(), B * S), *((losses[name], n[name]) for name in n)], {"counts": counts}
+
+    def step(params, batch, bias):
+        (value, aux), grads = value_and_grad(loss, microbatches=2, schedule="1f1b")(params, batch, bias)
+        return value, grads, aux, update_bias(bias, aux["counts"])
+
+    axes = {"params": {"w": "layers embed experts", "v": "layers embed ff"}, "bias": "layers experts"}
+    axes |= {"batch": {"x": "batch seq width", "mask": "batch seq"}}
+    mesh, layout = Mesh(pp=2, x=2), Layout(layers="pp", batch="x")
+    assert_equivalent(step, params, batch, bias, mesh=mesh, layout=layout, axes=axes, strict=True)
+
+
 def _collectives(cfg, **layout) -> Counter:
     """What a step costs, but for the reduction of the router's own gradient."""
     params, batch, rest = _data()
