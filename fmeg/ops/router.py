@@ -141,11 +141,11 @@ def router(
     check_float("router", x=x, w=w, linear_bias=linear_bias)
     if x.ndim != 3 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"router: x must be 'b s d' and w 'd e', given shapes {tuple(x.shape)} and {tuple(w.shape)}")
-    x, w = wide(x), wide(w)
+    x, w = wide(x), wide(shard(w, (None, None)))
     if key is not None and cfg.jitter:
         x = x * (1 - cfg.jitter + 2 * cfg.jitter * random.uniform(key, x.shape, x.dtype))
     dtype = torch.promote_types(x.dtype, w.dtype)
-    logits = einsum("b s d, d e -> b s e", x.to(dtype), shard(w, (None, None)).to(dtype))
+    logits = einsum("b s d, d e -> b s e", x.to(dtype), w.to(dtype))
     if linear_bias is not None:
         check_shape("router", "linear_bias", linear_bias, w.shape[1:], "one number an expert")
         logits = logits + shard(linear_bias, (None,)).to(dtype)
@@ -167,9 +167,8 @@ def router_from_logits(
 
     bias      of loss-free balancing (arXiv:2408.15664): it moves the selection, never the weights. `update_bias`
     mask      False for padding tokens, which go nowhere and count nowhere
-    replay    experts to use instead of selecting any (`RouterOutput.experts` of another run); gradients flow through
-              the
-              weights as ever
+    replay    experts to use instead of selecting any (`RouterOutput.experts` of another run, all in [0, e));
+              gradients flow through the weights as ever
     running   counts so far, for `running_loss`; None: zeros
 
     Of equal scores the expert of lower index comes first, on every layout and device; so a token's experts depend on

@@ -99,7 +99,7 @@ def test_microbatches(name):
         assert_equivalent(step, params, batch, rest, mesh=mesh, layout=Layout(**layout), axes=axes, strict=True)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(meshes(8, ("a", "b", "c")), st.sampled_from(sorted(CONFIGS)), st.data())
 def test_any_layout(mesh, name, data):
     where = {axis: data.draw(st.sampled_from(["batch", "seq", "experts", None])) for axis in mesh.axes}
