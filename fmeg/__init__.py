@@ -4,7 +4,7 @@ Write a model as a pure function over a tree of parameters, say which dimension 
 the training step on a mesh: differentiated first, partitioned after, equal to one device.
 """
 
-from fmeg import ops, random, tree
+from fmeg import ops, precision, random, tree
 from fmeg.mesh import Mesh
 from fmeg.ops import einsum
 from fmeg.ops.remat import remat, save_names
@@ -35,6 +35,7 @@ __all__ = [
     "name",
     "ops",
     "optim",
+    "precision",
     "random",
     "remat",
     "save_names",

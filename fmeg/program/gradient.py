@@ -33,6 +33,8 @@ class _Mirror:
 
 
 MIRROR = _Mirror()
+INHERITED = ("precision",)
+"""Tags that the backward nodes of a node have too."""
 
 
 @dataclass(eq=False)
@@ -235,7 +237,8 @@ def _backward(rec: Recorder, step: _Step, env: dict, cts: dict, on: set[int]) ->
         return
     operands = node.operands()
     wanted = [id(v) in on for v in operands]
-    with rec.marking(phase="B", source=source):
+    inherited = {k: node.tags[k] for k in INHERITED if k in node.tags}
+    with rec.marking(phase="B", source=source, **inherited):
         if step.pair is not None:
             grads = _scan_backward(rec, step, out_cts)
         elif step.leaves:

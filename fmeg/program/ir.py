@@ -20,6 +20,8 @@ _SHORT = {
     torch.float32: "f32",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from fmeg.ops.collectives import ALL_GATHER, ALL_TO_ALL, AXIS_INDEX, Collective
+from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, Collective
 from fmeg.ops.remat import Policy
 from fmeg.ops.shard import name_p
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.program.passes import dce
 from fmeg.program.primitive import Primitive
 from fmeg.program.recorder import constant
-from fmeg.sharding.coalesce import coalesce
+from fmeg.sharding.coalesce import coalesce, coalesce_where
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-_PRODUCT_NAMES = {"einsum", "attention", "attention_fwd"}
+_PRODUCT_NAMES = {"einsum", "scaled_einsum", "attention", "attention_fwd"}
 
 
 def _is_cheap(node: Node) -> bool:
@@ -230,4 +230,10 @@ def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[
     )
     inputs = (*joint.inputs[n_inputs:], *stand_ins, *joint.inputs[n_carry:n_inputs])
     backward = Program(inputs, backward_nodes, outputs, name=f"{joint.name}.backward")
-    return coalesce(dce(forward)), coalesce(dce(backward)), len(residuals)
+    return _joined(forward), _joined(backward), len(residuals)
+
+
+def _joined(body: Program) -> Program:
+    """Without dead nodes, and with fewer collectives: maxima (of scales, of a softmax) that need not wait for one another
+    are one, where the first is used."""
+    return coalesce_where(coalesce(dce(body)), lambda n: n.op is ALL_REDUCE and n.args[2] == "max" and len(n.outs) == 1)

@@ -13,6 +13,7 @@ from fmeg import tree
 from fmeg.pipeline.op import Pipeline
 from fmeg.pipeline.schedule import Schedule
 from fmeg.pipeline.travel import carry_along
+from fmeg.precision import Recipe, lower_precision, mark
 from fmeg.program import recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.gradient import active_values, differentiate
@@ -82,6 +83,7 @@ def value_and_grad(
     microbatches: int = 1,
     schedule: str | Schedule | None = None,
     stages: str | Sequence[int] = "even",
+    precision: Recipe | None = None,
 ) -> Callable[..., Any]:
     """Loss and gradient of `loss_fn(params, batch, *rest)` by `params`.
 
@@ -97,8 +99,11 @@ def value_and_grad(
     layout puts `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by
     FLOPs, the head counted), numbers such as (3, 3, 2), or a drawing such as "Et*3|t*3|ttL".
 
-    Eager, it is `torch.autograd.grad` over detached leaves; traced (under `fmeg.jit`), a node that is differentiated
-    first and partitioned after. Under an outer `torch.func` transform it stays differentiable.
+    `precision` (see `fmeg.precision`) says which products run in FP8 or less; the loss function is as it was.
+
+    Eager, it is `torch.autograd.grad` over detached leaves (with `precision`, the traced program on one device); traced
+    (under `fmeg.jit`), a node that is differentiated first and partitioned after. Under an outer `torch.func` transform
+    it stays differentiable.
 
     >>> import torch
     >>> f = value_and_grad(lambda p, x: ((p * x).sum(), x.numel()))
@@ -109,12 +114,15 @@ def value_and_grad(
     if microbatches < 1:
         raise ShardingError(f"value_and_grad: microbatches must be at least 1, given {microbatches}")
     counters: dict[Any, Program | None] = {}
+    jitted: list[Any] = []
 
     def run(params: Any, batch: Any, *rest: Any) -> Any:
         rec = recorder.active()
         _refuse_arrays(loss_fn, (params, batch, *rest))
         if rec is not None and torch._C._functorch.peek_interpreter_stack() is None:
-            return _traced(rec, loss_fn, microbatches, params, batch, rest, schedule, stages)
+            return _traced(rec, loss_fn, microbatches, params, batch, rest, schedule, stages, precision)
+        if precision is not None:
+            return _programmed(run, jitted, loss_fn, params, batch, rest)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return _transformed(loss_fn, microbatches, params, batch, rest)
         return _eager(loss_fn, microbatches, params, batch, rest, counters)
@@ -259,6 +267,20 @@ def _transformed(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tup
     return (loss, aux), tree.unflatten(treedef, grads)
 
 
+def _programmed(run: LossFn, jitted: list[Any], loss_fn: LossFn, params: Any, batch: Any, rest: tuple) -> Any:
+    """The traced program on one device: what low precision means is said of a Program."""
+    from fmeg.step.jit import jit
+
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TraceError(
+            f"value_and_grad({_name(loss_fn)}): a product in low precision has no derivatives beyond its own gradient; "
+            "under a torch.func transform leave `precision` out"
+        )
+    if not jitted:
+        jitted.append(jit(run))
+    return tree.map(lambda x: x.global_value() if hasattr(x, "global_value") else x, jitted[0](params, batch, *rest))
+
+
 # -- traced -----------------------------------------------------------------------------------------------------------
 def _loss_program(rec: Recorder | None, loss_fn: LossFn, params: Any, batch: Any, rest: tuple) -> tuple[Program, dict]:
     """The loss as a Program with outputs (sums…, counts…, aux…); info says how many of each, and what was captured."""
@@ -317,6 +339,7 @@ def _traced(
     rest: tuple,
     schedule: str | Schedule | None,
     stages: str | Sequence[int],
+    precision: Recipe | None,
 ) -> Any:
     name = _name(loss_fn)
     _rows(batch, steps, name)
@@ -328,6 +351,9 @@ def _traced(
     with rec.pause():
         sample = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, TensorType) else x, part)
     program, info = _loss_program(rec, loss_fn, params, sample, rest)
+    if precision is not None:
+        paths = [p for p, x in zip(tree.paths(params), p_leaves, strict=True) if isinstance(x, torch.Tensor)]
+        program = mark(program, precision, paths)
     n = info["n"]
     split = [steps > 1 and x.ndim > 0 for x in b_leaves]
     b_values = [_split_rows(rec, x, steps) if s else rec.value(x) for x, s in zip(b_leaves, split, strict=True)]
@@ -346,6 +372,8 @@ def _traced(
         sums_only = carry_along(sums_only, range(len(p_tensors)))
     uses: list[int] = []
     joint = differentiate(sums_only, wrt, list(range(n)), uses=uses)
+    if precision is not None:
+        joint = lower_precision(joint)
     n_aux = len(sums_only.outputs) - n
     everywhere = (*batched, *(False for _ in inverse))
     owners = {n + n_aux + i: wrt[k] for i, k in enumerate(uses)}

@@ -1,0 +1,157 @@
+"""Before differentiation: which products run in low precision, and in which layers.
+
+The Program is copied; a product of two operands of which one is a parameter (through casts, views and annotations, into
+scan bodies) that the recipe matches is tagged with its `Use`, which its gradients inherit. A scan over layers becomes
+up to three: the first layers and the last ones with the body as it was, those between with the tagged one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fmeg.ops.einsum import einsum_p
+from fmeg.ops.shard import name_p, shard_p
+from fmeg.precision.layers import JOIN_LAYERS, SPLIT_LAYERS
+from fmeg.precision.recipe import Recipe
+from fmeg.precision.scaled import as_matmul
+from fmeg.program.errors import TraceError
+from fmeg.program.ir import Node, Program, TensorType, Value, map_values
+from fmeg.program.structured import Scan
+
+aten = torch.ops.aten
+TAG = "precision"
+_SAME = {
+    shard_p,
+    name_p,
+    aten._to_copy.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.clone.default,
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A product in low precision: by which recipe, which operand is the parameter, and the parameter's path."""
+
+    recipe: Recipe
+    parameter: int
+    path: str
+
+
+def mark(program: Program, recipe: Recipe, paths: Sequence[str]) -> Program:
+    """A copy of `program` whose chosen products are tagged; `paths` are those of its first inputs, the parameters.
+
+    TraceError where nothing is chosen.
+    """
+    marker = _Marker(recipe)
+    out = marker.copy(program, dict(enumerate(paths)), marking=True, layers=False)
+    if not marker.chosen:
+        raise TraceError(
+            f"precision: no product has a parameter that matches {', '.join(map(repr, recipe.match))} in a layer that "
+            f"is not left out (skip_first={recipe.skip_first}, skip_last={recipe.skip_last}). Products have "
+            f"{', '.join(sorted(marker.seen)) or 'no parameters'}"
+        )
+    out.check()
+    return out
+
+
+@dataclass
+class _Marker:
+    recipe: Recipe
+    chosen: int = 0
+    seen: set[str] = field(default_factory=set)
+
+    def copy(self, program: Program, paths: dict[int, str], *, marking: bool, layers: bool) -> Program:
+        """`paths` of inputs that are parameters; `layers`: inside a scan over layers."""
+        env: dict[int, Value] = {}
+        origin: dict[int, str] = {}
+        inputs = tuple(Value(v.type, name=v.name) for v in program.inputs)
+        for i, (v, new) in enumerate(zip(program.inputs, inputs, strict=True)):
+            env[id(v)] = new
+            if i in paths:
+                origin[id(new)] = paths[i]
+        nodes: list[Node] = []
+        for n in program.nodes:
+            args, kwargs = map_values(lambda v: env[id(v)], (n.args, n.kwargs))
+            node = Node(n.op, args, kwargs, source=n.source, phase=n.phase, tags=dict(n.tags))
+            node.outs = tuple(Value(v.type, node, v.index, v.name) for v in n.outs)
+            if isinstance(n.op, Scan):
+                outs = self._scan(node, origin, nodes, marking=marking, layers=layers)
+            else:
+                nodes.append(node)
+                outs = list(node.outs)
+                if n.op in _SAME and id(args[0]) in origin:
+                    origin[id(outs[0])] = origin[id(args[0])]
+                elif n.op is einsum_p:
+                    self._product(node, origin, marking)
+            env.update({id(old): new for old, new in zip(n.outs, outs, strict=True)})
+        results = tuple(map_values(lambda v: env[id(v)], list(program.outputs)))
+        return Program(inputs, nodes, results, program.names, program.name)
+
+    def _product(self, node: Node, origin: dict[int, str], marking: bool) -> None:
+        operands = node.operands()
+        found = [i for i, v in enumerate(operands) if id(v) in origin]
+        if len(operands) != 2 or len(found) != 1 or as_matmul(node.args[0]) is None:
+            return
+        path = origin[id(operands[found[0]])]
+        self.seen.add(path)
+        if marking and self.recipe.matches(path):
+            self.chosen += 1
+            node.tags[TAG] = Use(self.recipe, found[0], path)
+
+    def _scan(
+        self, node: Node, origin: dict[int, str], nodes: list[Node], *, marking: bool, layers: bool
+    ) -> list[Value]:
+        scan: Scan = node.op
+        paths = {i: origin[id(v)] for i, v in enumerate(node.args) if id(v) in origin and i >= scan.n_carry}
+        over_layers = any(i < scan.n_carry + scan.n_xs for i in paths)
+        skip = (self.recipe.skip_first, self.recipe.skip_last) if over_layers and not layers else (0, 0)
+        middle = scan.length - sum(skip)
+        before = self.chosen
+        low = self.copy(scan.body, paths, marking=marking and middle > 0, layers=layers or over_layers)
+        if self.chosen == before or skip == (0, 0):
+            return self._emit(node, Scan(low, scan.length, scan.n_carry, scan.n_xs, scan.name), node.args, nodes)
+        plain = self.copy(scan.body, paths, marking=False, layers=True)
+        parts = [(n, b) for n, b in ((skip[0], plain), (middle, low), (skip[1], plain)) if n]
+        sizes = tuple(n for n, _ in parts)
+        carry, xs = list(node.args[: scan.n_carry]), node.args[scan.n_carry : scan.n_carry + scan.n_xs]
+        split = [self._split(node, x, sizes, nodes) for x in xs]
+        ys = []
+        for k, (length, body) in enumerate(parts):
+            args = (*carry, *(s[k] for s in split), *node.args[scan.n_carry + scan.n_xs :])
+            got = self._emit(node, Scan(body, length, scan.n_carry, scan.n_xs, scan.name), args, nodes)
+            carry, y = got[: scan.n_carry], got[scan.n_carry :]
+            ys.append(y)
+        joined = [self._join(node, [y[i] for y in ys], nodes) for i in range(scan.n_ys)]
+        return [*carry, *joined]
+
+    def _emit(self, like: Node, op: Scan, args: Sequence[Value], nodes: list[Node]) -> list[Value]:
+        types = [o.type for o in op.body.outputs[: op.n_carry]]
+        types += [TensorType((op.length, *o.type.shape), o.type.dtype) for o in op.body.outputs[op.n_carry :]]
+        return _append(like, op, tuple(args), types, nodes)
+
+    def _split(self, like: Node, x: Value, sizes: tuple[int, ...], nodes: list[Node]) -> list[Value]:
+        types = [TensorType((n, *x.shape[1:]), x.dtype) for n in sizes]
+        return _append(like, SPLIT_LAYERS, (x, sizes), types, nodes)
+
+    def _join(self, like: Node, parts: list[Value], nodes: list[Node]) -> Value:
+        t = TensorType((sum(p.shape[0] for p in parts), *parts[0].shape[1:]), parts[0].dtype)
+        return _append(like, JOIN_LAYERS, (parts,), [t], nodes)[0]
+
+
+def _append(like: Node, op: object, args: tuple, types: Sequence[TensorType], nodes: list[Node]) -> list[Value]:
+    node = Node(op, args, {}, source=like.source, phase=like.phase, tags=dict(like.tags))
+    node.outs = tuple(Value(t, node, i) for i, t in enumerate(types))
+    nodes.append(node)
+    return list(node.outs)

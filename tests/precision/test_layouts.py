@@ -1,0 +1,110 @@
+"""In float64 a step in low precision on a mesh is the one on one device: scales know nothing of the layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fmeg
+from fmeg import Layout, Mesh, TrainState, optim, precision
+from fmeg.models import llama
+from fmeg.testing import assert_equivalent
+
+TP = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp")
+LAYOUTS = {
+    "tp": (dict(tp=4), Layout(**TP)),
+    "tp, sp": (dict(tp=2), Layout(res_seq="tp", **TP)),
+    "tp, sp, zero3": (dict(dp=2, tp=2), Layout(batch="dp", res_seq="tp", params=dict(embed="dp"), **TP)),
+    "all": (dict(dp=2, tp=2, cp=2), Layout(batch="dp", seq="cp", res_seq=("cp", "tp"), opt=dict(embed="dp"), **TP)),
+}
+RECIPES = {
+    "tensorwise": precision.fp8(),
+    "rowwise": precision.fp8("rowwise", skip_first=0),
+    "blockwise": precision.fp8("blockwise", block=8, power_of_two=True),
+    "mxfp8": precision.mxfp8(block=4, skip_first=0, skip_last=2),
+    "nvfp4": precision.nvfp4(block=4),
+}
+
+
+def _config(**changes):
+    sizes = dict(vocab_size=61, embed=16, layers=3, heads=4, kv_heads=4, head_dim=8, ff=32, vocab_multiple=16)
+    return llama.Config(**{**sizes, "dtype": torch.float64, **changes})
+
+
+def _problem(cfg, rows=4):
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 61, (rows, 17), generator=g)
+    mask = (torch.rand(rows, 16, generator=g) > 0.2).to(cfg.dtype)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
+    axes = {"params": llama.logical_axes(cfg), "batch": dict.fromkeys(batch, "batch seq")}
+    return llama.init(fmeg.random.key(0), cfg), batch, axes
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp, sp, zero3", "all"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_mesh_is_one_device(name, layout):
+    cfg = _config()
+    params, batch, axes = _problem(cfg)
+    step = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), microbatches=2, precision=RECIPES[name])
+    mesh, table = LAYOUTS[layout]
+    step_of = lambda params, batch: step(params, batch)
+    assert_equivalent(step_of, params, batch, mesh=Mesh(mesh), layout=table, axes=axes, strict=True, tol=1e-11)
+
+
+def test_vmap_meshes_too():
+    cfg = _config()
+    params, batch, axes = _problem(cfg)
+    mesh, table = LAYOUTS["all"]
+    for name in ("tensorwise", "nvfp4"):
+        step = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), precision=RECIPES[name])
+        on = Mesh(mesh, backend="vmap")
+        step_of = lambda params, batch, step=step: step(params, batch)
+        assert_equivalent(step_of, params, batch, mesh=on, layout=table, axes=axes, tol=1e-11)
+
+
+def test_three_steps_of_an_optimizer():
+    cfg = _config()
+    params, batch, _ = _problem(cfg)
+    opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
+    grad = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), precision=precision.fp8())
+
+    def train(state, batch):
+        for _ in range(3):
+            (_, _), grads = grad(state.params, batch)
+            updates, new = opt.update(grads, state.opt, state.params)
+            state = state.next(params=optim.apply_updates(state.params, updates), opt=new)
+        return state.params
+
+    state = TrainState.create(params, opt, llama.logical_axes(cfg))
+    mesh, table = LAYOUTS["tp, sp, zero3"]
+    assert_equivalent(train, state, batch, mesh=Mesh(mesh), layout=table, tol=1e-9)
+
+
+def _collectives(recipe, layout="tp, sp"):
+    cfg = _config(dtype=torch.float32, compute_dtype=torch.bfloat16)
+    params, batch, axes = _problem(cfg)
+    step = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), precision=recipe)
+    mesh, table = LAYOUTS[layout]
+    f = fmeg.jit(lambda params, batch: step(params, batch), mesh=Mesh(mesh), layout=table, axes=axes, strict=True)
+    return f.lower(params, batch).explain()
+
+
+def test_what_travels_between_layers_travels_in_a_byte():
+    skip = dict(skip_first=0, skip_last=0)
+    table = str(_collectives(precision.fp8(**skip)))
+    body = [line for line in table.splitlines() if line.startswith("scan body")]
+    gathers = [line for line in body if "all_gather" in line]
+    assert len(gathers) == 6 and all("f8e" in line for line in gathers)  # 2 forward, 2 again, 2 backward
+    assert sum("f8e5m2" in line for line in gathers) == 2
+    forward = [line for line in body if "all_reduce" in line and " F " in line]
+    assert len(forward) == 4  # all parameters' largest values at once, and three activations'
+    assert sum("7 more" in line for line in forward) == 1
+
+
+def test_one_device_with_a_layout_says_the_same():
+    cfg = _config()
+    params, batch, _ = _problem(cfg)
+    step = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), precision=precision.fp8())
+    want = step(params, batch)[0][0]
+    got = fmeg.jit(step, mesh=Mesh(dp=1), layout=Layout(batch="dp"))(params, batch)[0][0]
+    assert torch.equal(want, got.global_value())
