@@ -32,11 +32,9 @@ CONFIGS = {
     "all experts": Router(E, renormalize=True, capacity_factor=0.5, drop="position", **EVERY_LOSS),
 }
 LAYOUTS = [
-    dict(batch="x"),
     dict(batch=("x", "y")),
     dict(batch="x", seq="y"),
     dict(seq=("y", "x")),
-    dict(batch="y", width="x"),
     dict(batch="x", seq="y", experts=("x", "y")),
     dict(seq="x", width="y", experts="x"),
 ]
@@ -125,6 +123,19 @@ def test_the_gradient_of_the_batch_loss_does_not_shrink_with_ranks():
         for layout in ({"batch": "dp"}, {"seq": "dp"}):
             got = jit(step, mesh=Mesh(dp=n), layout=Layout(**layout), axes=AXES)(params, batch, rest)[2]["w"]
             torch.testing.assert_close(got.global_value(), want, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 8, 1), (1, 4, 8, 8), (4, 4, 1, 1), (1, 1, 3, 2)], ids=str)
+def test_small_sizes(sizes):
+    """One expert, one sequence, sequences of one token, one token."""
+    b, s, e, k = sizes
+    params = {"w": rand(D, e), "x": rand(b, s, D, seed=1)}
+    batch = {"ct": rand(b, s, k, seed=2), "mask": torch.ones(b, s, dtype=torch.bool)}
+    rest = {"bias": 0.1 * rand(e, seed=4), "running": ints(9, e), "key": random.key(3)}
+    layout = Layout(batch="x" if b > 1 else (), seq="y" if s > 1 else ())
+    for drop in ("weight", "position"):
+        cfg = Router(k, "sigmoid", renormalize=True, capacity_factor=0.75, drop=drop, **EVERY_LOSS)
+        assert_equivalent(_step(cfg), params, batch, rest, mesh=Mesh(x=2, y=2), layout=layout, axes=AXES, strict=True)
 
 
 def test_ties_do_not_depend_on_the_layout():
