@@ -86,6 +86,10 @@ class Backend(Protocol):
         """Send x from member src to member dst for each (src, dst); members that receive nothing get zeros."""
         ...
 
+    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+        """Rows of x, unequal numbers of them, to the members and from them (see `fmeg.ops.collectives`)."""
+        ...
+
     def axis_index(self, axes: Axes) -> Value:
         """Index of each rank in its group: 0-d int64. Not to be written to."""
         ...

@@ -16,6 +16,7 @@ from fmeg.mesh import blocks, checks
 from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
+from fmeg.mesh.rows import sent_and_received
 from fmeg.mesh.transport import Started, Transport
 from fmeg.program.errors import MeshError
 
@@ -166,6 +167,17 @@ class DistributedBackend:
         if moves and x.numel():
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
+        return out
+
+    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+        group, (send, receive) = self.group(axes), sent_and_received(table, back)
+        x = x[: sum(send)]
+        out = x.new_empty((max(rows, sum(receive)) if back else sum(receive)), *x.shape[1:])
+        out[sum(receive) :] = 0
+        if len(group.ranks) == 1:
+            out[: x.shape[0]] = x
+        else:
+            group.transport.exchange_rows(out[: sum(receive)], x.contiguous(), send, receive)
         return out
 
     def axis_index(self, axes: Axes) -> Value:

@@ -17,6 +17,7 @@ from fmeg.mesh import blocks, checks
 from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
+from fmeg.mesh.rows import padded, sent_and_received
 
 
 class Parts:
@@ -114,6 +115,19 @@ class LoopBackend:
             return [tensors[source[j]].contiguous() if j in source else zeros for j in range(n)]
 
         return self._to_each([x], axes, permute, skip_one=False)[0]
+
+    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+        mask = self._least | self.varies(x) | self.varies(table)
+        n = len(self.index.representatives(mask))
+        plan = self.index.table(mask, axes)
+        tensors = self._column(x, mask, n)
+        counts = [sent_and_received(t, back)[0] for t in self._column(table, mask, n)]
+        sent = [t[: sum(c)].split(c) for t, c in zip(tensors, counts, strict=True)]
+        made = [tensors[0]] * len(self.index.representatives(plan.full))
+        for reads, writes in zip(plan.reads, plan.writes, strict=True):
+            for j, w in enumerate(writes):
+                made[w] = padded(torch.cat([sent[i][j] for i in reads]), rows if back else None)
+        return _wrap(plan.full, made)
 
     def axis_index(self, axes: Axes) -> Value:
         if axes not in self._indices:

@@ -12,6 +12,7 @@ from fmeg.mesh import blocks, checks
 from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
+from fmeg.mesh.rows import padded, sent_and_received
 
 
 class SingleBackend:
@@ -57,6 +58,10 @@ class SingleBackend:
     def ppermute(self, x: Value, axes: Axes, perm: Sequence[tuple[int, int]]) -> Value:
         self.mesh.axis_size(axes)
         return x if checks.permutation(perm, axes, 1) else torch.zeros_like(x)
+
+    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+        self.mesh.axis_size(axes)
+        return padded(x[: sum(sent_and_received(table, back)[0])], rows if back else None)
 
     def axis_index(self, axes: Axes) -> Value:
         self.mesh.axis_size(axes)

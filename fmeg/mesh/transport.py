@@ -101,6 +101,21 @@ class Transport:
 
         return _packed(xs, move)
 
+    def exchange_rows(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
+        """Rows of x, `send[i]` to member i, into those of `out`, `receive[i]` from it; both contiguous."""
+        order = range(self.size) if self._order is None else self._order  # position of a member in the process group
+        if self._order is not None:
+            by_position = sorted(range(self.size), key=list(order).__getitem__)
+            blocks = x.split(list(send))
+            x = torch.cat([blocks[i] for i in by_position])
+            send, given = [send[i] for i in by_position], [receive[i] for i in by_position]
+            there = torch.empty_like(out)
+            dist.all_to_all_single(there, x, given, list(send), group=self.group)
+            blocks = there.split(given)
+            torch.cat([blocks[p] for p in order], out=out)
+        else:
+            dist.all_to_all_single(out, x, list(receive), list(send), group=self.group)
+
     def _fold(self, x: Tensor, op: str) -> Tensor:
         return reduce(checks.reduction(op), x.unbind(0))
 

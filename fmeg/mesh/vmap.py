@@ -19,6 +19,7 @@ from fmeg.mesh import blocks, checks
 from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
+from fmeg.mesh.rows import gathered, sent_and_received_tensors, spread
 
 # Strides under vmap are not those that a view was recorded with.
 _RELAXED: dict[Any, Any] = {
@@ -138,6 +139,14 @@ class VmapBackend:
         if source:
             moved[:, list(source)] = t[:, list(source.values())]
         return self._back(moved, rest, axes)
+
+    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+        n = self.mesh.axis_size(axes)
+        width = _shape(x)[0] // n if back else _shape(x)[0]  # that many may go to one member
+        counts = self.call(sent_and_received_tensors, (table, back))
+        out = self.call(spread, (x, counts[0], width))
+        [out] = self.all_to_all([out], axes, [0], [0])
+        return self.call(gathered, (out, counts[1], width, rows if back else n * width))
 
     def axis_index(self, axes: Axes) -> Value:
         if axes not in self._indices:

@@ -58,6 +58,7 @@ REDUCE_SCATTER = Collective("reduce_scatter")  # (xs, axes, dims)
 ALL_TO_ALL = Collective("all_to_all")  # (xs, axes, split_dims, concat_dims)
 PPERMUTE = Collective("ppermute")  # (xs, axes, perm)
 AXIS_INDEX = Collective("axis_index")  # ([], axes)
+EXCHANGE_ROWS = Collective("exchange_rows")  # ([x, table], axes, back, rows)
 
 
 def group_size(axes: Axes, sizes: dict[str, int]) -> int:
@@ -83,6 +84,8 @@ def result_type(op: Collective, t: TensorType, n: int, rest: tuple[int, ...]) ->
         split, concat = rest
         shape[split] = _divide(op, shape[split], n)
         shape[concat] *= n
+    elif op is EXCHANGE_ROWS:
+        shape[0] = rest[0]
     return TensorType(tuple(shape), t.dtype)
 
 
@@ -108,7 +111,7 @@ def _record(
     if op is AXIS_INDEX:
         types = [TensorType((), torch.int64)]
     else:
-        types = [result_type(op, TensorType.of(x), n, r) for x, r in zip(xs, rests, strict=True)]
+        types = [result_type(op, TensorType.of(x), n, r) for x, r in zip(xs, rests, strict=False)]
     out = rec.emit(op, ([rec.value(x) for x in xs], axes, *args), {}, types)
     return [rec.bind(rec.fake_like(v.type), v) for v in out]
 
@@ -143,6 +146,19 @@ def all_to_all(x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> 
 def ppermute(x: torch.Tensor, axes: Axes, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Rank `src` sends x to rank `dst` for each pair; a rank that receives nothing gets zeros."""
     return _record(PPERMUTE, [x], axes, (tuple(map(tuple, perm)),), [()])[0]
+
+
+def exchange_rows(x: torch.Tensor, table: torch.Tensor, axes: Axes, *, back: bool, rows: int) -> torch.Tensor:
+    """Send rows to the members of the group, as many to each as `table` says; what arrives lies member after member.
+
+    table  [members, 1 + …] on the host: column 0, the rows that this rank sends to each member; the others add up to
+           those that each member sends to it
+    back   the other way round: from where rows went to where they came from
+    rows   back: there are so many in the result, zeros after those that arrived. Else as many as arrive, which is known
+           only then, and `rows` stands for it in the Program; where shapes may not depend on data (vmap), as many as
+           can arrive, zeros after those that did
+    """
+    return _record(EXCHANGE_ROWS, [x, table], axes, (back, rows), [(rows,)])[0]
 
 
 def axis_index(axes: Axes) -> torch.Tensor:

@@ -31,6 +31,7 @@ class Primitive:
     lowerings   name -> callable with the reference's signature; "default" replaces the reference when a Program runs
     cheap       recomputing it in the backward pass costs little (pointwise operations, norms)
     fake        shape function on fake tensors; None: the reference
+    keep        results are small, and kept for the backward pass even inside a remat region
     """
 
     name: str
@@ -41,6 +42,7 @@ class Primitive:
     lowerings: dict[str, Callable[..., Any]] = field(default_factory=dict)
     cheap: bool = False
     fake: Callable[..., Any] | None = None
+    keep: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rec = active()

@@ -35,6 +35,7 @@ _COLLECTIVES = {
     "reduce_scatter": ("dims",),
     "all_to_all": ("split", "concat"),
     "ppermute": ("perm",),
+    "exchange_rows": ("back", "rows"),
     "axis_index": (),
     "local_slice": ("dims",),
 }

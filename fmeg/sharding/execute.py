@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, PPERMUTE, REDUCE_SCATTER, Collective
+from fmeg.ops.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    EXCHANGE_ROWS,
+    PPERMUTE,
+    REDUCE_SCATTER,
+    Collective,
+)
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.sharding.buffers import Stack, Sum
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
@@ -167,6 +176,8 @@ class Executable:
                 got = b.all_to_all(values, axes, rest[0], rest[1])
             elif op is PPERMUTE:
                 got = [b.ppermute(x, axes, rest[0]) for x in values]
+            elif op is EXCHANGE_ROWS:
+                got = [b.exchange_rows(*values, axes, *rest)]
             elif op is AXIS_INDEX:
                 got = [b.axis_index(axes)]
             else:

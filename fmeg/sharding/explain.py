@@ -3,7 +3,8 @@
 Bytes are those that one rank receives in one call, by the best known algorithms, with n ranks in the group and b bytes
 of input on a rank (the prices by which placements are chosen, see fmeg.sharding.reshard):
 
-    all_gather (n-1)·b    reduce_scatter, all_to_all (n-1)/n·b    all_reduce 2(n-1)/n·b    ppermute b
+    all_gather (n-1)·b    reduce_scatter, all_to_all, exchange_rows (of even shares) (n-1)/n·b    all_reduce 2(n-1)/n·b
+    ppermute b
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER, Collective
+from fmeg.ops.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE_ROWS,
+    PPERMUTE,
+    REDUCE_SCATTER,
+    Collective,
+)
 from fmeg.program.ir import Node, Program, Value
 from fmeg.program.printing import size
 from fmeg.program.structured import walk
@@ -32,6 +41,7 @@ _SHARE = {
     ALL_TO_ALL: lambda n: (n - 1, n),
     ALL_REDUCE: lambda n: (2 * (n - 1), n),
     PPERMUTE: lambda n: (1, 1),
+    EXCHANGE_ROWS: lambda n: (n - 1, n),  # of evenly spread rows
 }
 
 
@@ -209,7 +219,7 @@ def explain(program: Program, mesh: Mesh) -> Explanation:
 
 
 def _row(node: Node, times: int, path: tuple[str, ...], mesh: Mesh) -> Row:
-    axes, xs = tuple(node.args[1]), node.operands()
+    axes, xs = tuple(node.args[1]), node.operands()[: len(node.outs)]
     n = mesh.axis_size(axes)
     reasons = str(node.tags.get("reason", "")).split(" + ")
     return Row(

@@ -31,6 +31,7 @@ from fmeg.program.recorder import constant
 from fmeg.program.rule import Rule
 from fmeg.program.trace import record_flat
 from fmeg.sharding.policy import OWED, Solver, drop_minor, split_dims
+from fmeg.sharding.ragged import check_move, rows_of
 from fmeg.sharding.reshard import Move, plan
 from fmeg.sharding.rules import rule_for
 from fmeg.sharding.rules.creation import standalone
@@ -114,6 +115,8 @@ class Partitioner:
 
     def get(self, p: Placed, target: Placement, reason: str) -> Value:
         """The local value of `p` in `target`, moving it there if it is not there yet."""
+        if p.ragged is not None:
+            check_move(p, target, reason, self.source)
         if target in p.copies:
             return p.copies[target]
         if p.make is not None and not target.pending:
@@ -221,7 +224,7 @@ class Partitioner:
         target = Placement(dims)
         self._divides(p.type, target, node)
         local = self.get(p, target, "shard")
-        self.define(node.outs[0], target, local)
+        self.define(node.outs[0], target, local, ragged=p.ragged)
 
     def _divides(self, t: TensorType, target: Placement, node: Node) -> None:
         for d, (n, axes) in enumerate(zip(t.shape, target.dims, strict=True)):
@@ -240,7 +243,7 @@ class Partitioner:
         primal = self.placed(node.tags["primal"])
         target = c.home if primal.derived else self._mirror_target(c.home, primal.home, c.type)
         local = self.get(c, target, "mirror")
-        p = self.define(node.outs[0], target, local)
+        p = self.define(node.outs[0], target, local, ragged=c.ragged)
         p.copies = c.copies  # the cotangent of a sum is that of each term: what one moves is there for the others
         p.name = f"cotangent of {primal.name}" if primal.name else ""
 
@@ -287,6 +290,7 @@ class Partitioner:
         originals = [self.placed(v) for v in node.operands()]
         if self._is_lazy(rule, originals):
             return self._lazy(node, rule, originals)
+        ragged, rows = rows_of(node, rule, originals)
         locals_ = [
             self._operand(p, q, t, r) for p, q, t, r in zip(originals, operands, sol.targets, sol.reasons, strict=True)
         ]
@@ -301,7 +305,8 @@ class Partitioner:
             )
             guest = bool(rule.prefer) or any(p.guest for p in originals)
             reduced = _reduced(placement, originals)
-            p = self.define(v, placement, local, weight=weight, reduced=reduced, guest=guest, **fields)
+            made = ragged if (rows,) in rule.outs[v.index] else None
+            p = self.define(v, placement, local, weight=weight, reduced=reduced, guest=guest, ragged=made, **fields)
             if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
                 self.get(p, homes[v.index], "rule")
                 p.home = homes[v.index]
@@ -371,7 +376,19 @@ class Partitioner:
     def inline(
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, outs: Sequence[tuple[TensorType, Placement]]
     ) -> list[Value]:
-        """Trace `fn` at local shapes and append its nodes."""
+        """Trace `fn` at local shapes and append its nodes; results must have the local types that `outs` say."""
+        final = self.trace_in(fn, args, kwargs)
+        for v, (t, p) in zip(final, outs, strict=True):
+            expected = p.local_type(t, self.ctx.sizes)
+            if v.type != expected:
+                raise AssertionError(
+                    f"sharding rule of a node at {self.source}: its local function gives {v.type}, expected {expected}"
+                )
+            v.placement = v.placement or p.describe(t)
+        return final
+
+    def trace_in(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> list[Value]:
+        """Trace `fn` at local shapes, append its nodes, and return its results."""
         values: list[Value] = []
 
         def note(v: Value) -> int:
@@ -398,17 +415,7 @@ class Partitioner:
                 **({"reason": "rule"} if isinstance(n.op, Collective) and n.op is not AXIS_INDEX else {}),
             }
             self.nodes.append(n)
-        final = []
-        for v, (t, p) in zip(program.outputs, outs, strict=True):
-            v = swap.get(id(v), v)
-            expected = p.local_type(t, self.ctx.sizes)
-            if v.type != expected:
-                raise AssertionError(
-                    f"sharding rule of a node at {self.source}: its local function gives {v.type}, expected {expected}"
-                )
-            v.placement = v.placement or p.describe(t)
-            final.append(v)
-        return final
+        return [swap.get(id(v), v) for v in program.outputs]
 
     # -- the result -------------------------------------------------------------------------------------------------
     def finish(self, inputs: Sequence[Value], outputs: Sequence[Any], names: Sequence[str] = ()) -> Program:

@@ -47,7 +47,7 @@ def _is_view(op: Any) -> bool:
 
 def _forced(node: Node) -> bool:
     region = node.tags.get("remat")
-    if region is None:
+    if region is None or (isinstance(node.op, Primitive) and node.op.keep):
         return False
     policy: Policy = region[1]
     if policy.kind == "dots":

@@ -18,6 +18,7 @@ Entry = str | tuple[str, ...] | None
 DimAxes = tuple[tuple[str, ...], ...]
 VIEWS = ("compute", "params", "grads", "opt")  # each inherits from the one before it
 ATTENTION_KINDS = ("all_gather", "ring", "ulysses")
+DISPATCH_KINDS = ("all_to_all", "all_gather")
 
 
 class P(tuple):
@@ -59,6 +60,7 @@ class Layout:
     grads      overrides for the sums of gradients between microbatches, `dict(embed="dp")` alone is ZeRO-2
     opt        overrides for optimizer state, `dict(embed="dp")` alone is ZeRO-1
     attention  how attention meets a sharded sequence: "all_gather" (of K and V), "ring" or "ulysses"
+    dispatch   how rows reach their experts: "all_to_all" (each its own rank) or "all_gather" (of all tokens)
     axes       the compute view
 
     >>> Layout(batch="dp", heads="tp", params=dict(embed="dp")).view("params")["embed"]
@@ -70,6 +72,7 @@ class Layout:
     grads: tuple[tuple[str, tuple[str, ...]], ...]
     opt: tuple[tuple[str, tuple[str, ...]], ...]
     attention: str
+    dispatch: str
 
     def __init__(
         self,
@@ -78,13 +81,17 @@ class Layout:
         grads: Mapping[str, Entry] | None = None,
         opt: Mapping[str, Entry] | None = None,
         attention: str = "all_gather",
+        dispatch: str = "all_to_all",
         **axes: Entry,
     ):
         if attention not in ATTENTION_KINDS:
             raise ShardingError(f"Layout: attention must be one of {', '.join(ATTENTION_KINDS)}, given {attention!r}")
+        if dispatch not in DISPATCH_KINDS:
+            raise ShardingError(f"Layout: dispatch must be one of {', '.join(DISPATCH_KINDS)}, given {dispatch!r}")
         for field, table in (("compute", axes), ("params", params), ("grads", grads), ("opt", opt)):
             object.__setattr__(self, field, tuple((k, _tuple(v, k)) for k, v in (table or {}).items()))
         object.__setattr__(self, "attention", attention)
+        object.__setattr__(self, "dispatch", dispatch)
 
     def view(self, name: str) -> dict[str, tuple[str, ...]]:
         """The table of a view: "compute", "params", "grads" or "opt"."""
@@ -103,7 +110,7 @@ class Layout:
 
     def options(self) -> dict[str, Any]:
         """What sharding rules may ask by `info.option`."""
-        return {"attention": self.attention}
+        return {"attention": self.attention, "dispatch": self.dispatch}
 
     def __repr__(self) -> str:
         parts = [f"{k}={_show(v)}" for k, v in self.compute]
@@ -112,6 +119,8 @@ class Layout:
                 parts.append(f"{name}=dict({', '.join(f'{k}={_show(v)}' for k, v in table)})")
         if self.attention != "all_gather":
             parts.append(f"attention={self.attention!r}")
+        if self.dispatch != "all_to_all":
+            parts.append(f"dispatch={self.dispatch!r}")
         return f"Layout({', '.join(parts)})"
 
     def check(self, mesh_axes: Iterable[str], declared: Iterable[str] | None) -> None:

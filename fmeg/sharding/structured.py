@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from fmeg.ops.routing import Routed
 from fmeg.ops.shard_map import ShardMap
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, Gradient, Scan, ScanBackward, ScanForward, SplitRows
+from fmeg.sharding import experts
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import Partitioner
 from fmeg.sharding.residuals import rematerialise, split
@@ -246,4 +248,5 @@ HANDLERS = {
     SplitRows: split_rows,
     Gradient: gradient,
     ShardMap: shard_map,
+    Routed: experts.partition,
 }

@@ -106,6 +106,8 @@ class Placed:
              the
              parameter's own dtype
     guest    where it lies is where a primitive needed it whole (`Rule.prefer`), not where it belongs
+    ragged   for rows sorted by expert: what routed them. Their number is known only as the program runs (see
+             fmeg.sharding.ragged)
     make     for creation operations: builds the local value directly in a placement
     """
 
@@ -124,3 +126,4 @@ class Placed:
     derived: bool = False
     guest: bool = False
     grads: Placement | None = None
+    ragged: object = None

@@ -1,0 +1,67 @@
+"""Exchanges of unequal numbers of rows, where shapes may not depend on data: padded to the most there can be.
+
+A rank's rows lie member after member, `counts[i]` of them for (or from) member i.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+def spread(x: Tensor, counts: Int[Tensor, "n"], width: int) -> Tensor:
+    """[rows, *shape] -> [n * width, *shape]: each member's rows at the start of its own block, zeros after them.
+
+    Rows beyond `width` are left out.
+
+    >>> spread(torch.tensor([1, 2, 3]), torch.tensor([1, 2]), 2).tolist()
+    [1, 0, 2, 3]
+    """
+    at = torch.arange(width, device=x.device)
+    start = counts.cumsum(0) - counts
+    index, real = (start[:, None] + at).flatten(), (at < counts[:, None]).flatten()
+    return _pick(x, index, real)
+
+
+def gathered(x: Tensor, counts: Int[Tensor, "n"], width: int, rows: int) -> Tensor:
+    """[n * width, *shape] -> [rows, *shape]: the inverse of `spread`, zeros after the last row.
+
+    >>> gathered(torch.tensor([1, 0, 2, 3]), torch.tensor([1, 2]), 2, 4).tolist()
+    [1, 2, 3, 0]
+    """
+    at, ends = torch.arange(rows, device=x.device), counts.cumsum(0)
+    member = (at[:, None] >= ends).sum(1).clamp(max=counts.shape[0] - 1)
+    index = member * width + at - (ends - counts).index_select(0, member)
+    return _pick(x, index, at < ends[-1])
+
+
+def _pick(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
+    out = x.index_select(0, index.clamp(0, x.shape[0] - 1))
+    return torch.where(real.view(-1, *[1] * (x.ndim - 1)), out, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def padded(x: Tensor, rows: int | None) -> Tensor:
+    """x with zeros after its last row, `rows` in all; None: x.
+
+    >>> padded(torch.ones(1, 2), 2).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    missing = 0 if rows is None else rows - x.shape[0]
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def sent_and_received_tensors(table: Int[Tensor, "n c"], back: bool) -> tuple[Tensor, Tensor]:
+    """How many rows go to each member, and how many come from it, by the table of an exchange.
+
+    >>> [t.tolist() for t in sent_and_received_tensors(torch.tensor([[5, 1, 2], [0, 3, 0]]), back=False)]
+    [[5, 0], [3, 3]]
+    """
+    send, receive = table[:, 0], table[:, 1:].sum(1)
+    return (receive, send) if back else (send, receive)
+
+
+def sent_and_received(table: Int[Tensor, "n c"], back: bool) -> tuple[list[int], list[int]]:
+    """The same as numbers; the table lies on the host."""
+    send, receive = sent_and_received_tensors(table, back)
+    return send.tolist(), receive.tolist()

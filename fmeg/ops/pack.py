@@ -1,0 +1,83 @@
+"""Rows sorted by expert, made from one rank's tokens and added up again: what `dispatch` and `combine` do on a rank."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fmeg.ops._common import wide
+from fmeg.program.primitive import Primitive
+
+
+def pack(x: Float[Tensor, "t d"], order: Int[Tensor, "s"], total: Tensor | None, k: int, rows: int) -> Tensor:
+    """rows[i] = x[order[i] // k] for i < total (None: all of `order`), else 0.
+
+    >>> pack(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0]), None, k=1, rows=3).flatten().tolist()
+    [2.0, 1.0, 0.0]
+    """
+    out = x.index_select(0, order // k if k > 1 else order)
+    return _tail(out, total, rows)
+
+
+def _tail(packed: Tensor, total: Tensor | None, rows: int) -> Tensor:
+    """Rows from `total` on are 0, and there are `rows` of them."""
+    if total is not None:
+        packed = torch.where((torch.arange(packed.shape[0], device=packed.device) < total)[:, None], packed, 0.0)
+    missing = rows - packed.shape[0]
+    return torch.cat([packed, packed.new_zeros(missing, packed.shape[1])]) if missing else packed
+
+
+def _slots(rows: Tensor, inverse: Tensor, total: Tensor | None) -> Tensor:
+    """Each slot's row; 0 where it has none."""
+    out = rows.index_select(0, inverse)
+    return out if total is None else torch.where((inverse < total)[:, None], out, 0.0)
+
+
+def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor | None, k: int) -> Tensor:
+    """out[t] = Σ_j rows[inverse[t·k + j]], slots in their order, those whose row is not below total left out.
+
+    >>> unpack(torch.tensor([[2.0], [1.0]]), torch.tensor([1, 0]), None, k=2).tolist()
+    [[3.0]]
+    """
+    slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
+    out = slots[:, 0]
+    for j in range(1, k):
+        out = out + slots[:, j]
+    return out.to(rows.dtype)
+
+
+def weigh(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor | None, weights: Tensor) -> Tensor:
+    """out[t] = Σ_j weights[t, j] rows[inverse[t·k + j]], in float32, slots in their order."""
+    k = weights.shape[1]
+    slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
+    w = weights.to(slots.dtype)
+    out = slots[:, 0] * w[:, :1]
+    for j in range(1, k):
+        out = out + slots[:, j] * w[:, j : j + 1]
+    return out.to(rows.dtype)
+
+
+def weigh_bwd(
+    ct: Float[Tensor, "t d"],
+    rows: Float[Tensor, "n d"],
+    order: Int[Tensor, "s"],
+    inverse: Int[Tensor, "s"],
+    total: Tensor | None,
+    weights: Float[Tensor, "t k"],
+    out_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of `weigh`'s rows (packed, and `out_rows` of them) and weights."""
+    k = weights.shape[1]
+    wide_ct = wide(ct)
+    slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
+    dweights = (slots * wide_ct[:, None]).sum(-1).to(weights.dtype)
+    w = weights.reshape(-1, 1).to(wide_ct.dtype).index_select(0, order)
+    drows = (wide_ct.index_select(0, order // k) * w).to(rows.dtype)
+    return _tail(drows, total, out_rows), dweights
+
+
+pack_p = Primitive("pack_rows", pack, flops=lambda n: 0)
+unpack_p = Primitive("unpack_rows", unpack, flops=lambda n: n.operands()[0].type.numel)
+weigh_p = Primitive("weigh_rows", weigh, flops=lambda n: 2 * n.operands()[0].type.numel)
+weigh_bwd_p = Primitive("weigh_rows_bwd", weigh_bwd, flops=lambda n: 3 * n.operands()[0].type.numel)
