@@ -25,8 +25,14 @@ from fmeg.models.registry import model_of, model_of_hf
 from fmeg.models.table import Param
 
 _INDEX = "model.safetensors.index.json"
-# What some checkpoints hold beside parameters: constants, and a tied head written out again.
-_CONSTANTS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+# What some checkpoints hold beside parameters: constants, and shared embeddings and heads written out again.
+_NOT_READ = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".embed_tokens.weight",
+    ".shared_head.head.weight",
+)
 
 
 def from_hf(state: Mapping[str, Tensor], cfg: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def from_hf(state: Mapping[str, Tensor], cfg: Any, dtype: torch.dtype | None = N
     missing = [n for n in names.values() if n not in state]
     known = set(names.values())
     extra = [
-        n for n in state if n not in known and not n.endswith(_CONSTANTS) and not (cfg.tied and n == "lm_head.weight")
+        n for n in state if n not in known and not n.endswith(_NOT_READ) and not (cfg.tied and n == "lm_head.weight")
     ]
     if missing or extra:
         raise ValueError(
@@ -224,7 +230,7 @@ def _ours_to_theirs(rows: list[Param], leaves: list[Tensor], cfg: Any) -> Tensor
     pieces = [rearrange(x, f"{q.ours} -> {q.flat}") for q, x in zip(patterns, leaves, strict=True)]
     if first.joined:
         pieces = [torch.cat(pieces, first.dim)]
-    sizes = dict(zip(first.flat.split(), pieces[0].shape, strict=True))
+    sizes = {a: n for a, n in zip(first.flat.split(), pieces[0].shape, strict=True) if a != "1"}
     return torch.cat([rearrange(x, f"{first.flat} -> {first.theirs}", **sizes) for x in pieces], -1).contiguous()
 
 

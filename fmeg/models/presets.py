@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from fmeg import ops
-from fmeg.models import gpt2, llama
+from fmeg.models import deepseek, gpt2, llama, moe
 
-Config = llama.Config | gpt2.Config
+Config = llama.Config | gpt2.Config | moe.Config | deepseek.Config
 
 
 def _llama(vocab: int, layers: int, embed: int, heads: int, kv: int, ff: int, **kw: Any) -> llama.Config:
@@ -40,6 +40,24 @@ def _qwen3(*sizes: int, tied: bool) -> llama.Config:
 
 def _gpt2(layers: int, embed: int, heads: int) -> gpt2.Config:
     return gpt2.Config(vocab_size=50257, embed=embed, layers=layers, heads=heads, head_dim=embed // heads, ff=4 * embed)
+
+
+def _mixtral(vocab: int, layers: int, embed: int, heads: int, ff: int, seq: int) -> moe.Config:
+    sizes = dict(layers=layers, embed=embed, heads=heads, kv_heads=8, head_dim=128, experts=8, expert_ff=ff)
+    router = ops.Router(2, renormalize=True, batch_loss=0.02)
+    return moe.Config(vocab_size=vocab, **sizes, router=router, max_seq=seq, norm_eps=1e-5)  # type: ignore[arg-type]
+
+
+def _qwen3_moe(layers: int, embed: int, heads: int, ff: int) -> moe.Config:
+    sizes = dict(layers=layers, embed=embed, heads=heads, kv_heads=4, head_dim=128, experts=128, expert_ff=ff)
+    router = ops.Router(8, renormalize=True, batch_loss=0.001)
+    return moe.Config(vocab_size=151936, **sizes, router=router, max_seq=40960, qk_norm=True)  # type: ignore[arg-type]
+
+
+def _deepseek(mscale: float, dense: int, layers: int, embed: int, heads: int, **kw: Any) -> deepseek.Config:
+    fields = dict(dense_layers=dense, layers=layers, embed=embed, heads=heads, kv_latent=512, nope_dim=128)
+    yarn = ops.YarnScaling(40.0, mscale=mscale, mscale_all_dim=mscale)
+    return deepseek.Config(**{**fields, "rope_dim": 64, "v_dim": 128, "rope_scaling": yarn, **kw})  # type: ignore[arg-type]
 
 
 #                                            layers embed heads kv ff
@@ -72,9 +90,109 @@ PRESETS: dict[str, Config] = {
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
+    "mixtral-8x7b": _mixtral(32000, 32, 4096, 32, 14336, 32768),
+    "mixtral-8x22b": _mixtral(32768, 56, 6144, 48, 16384, 65536),
+    "qwen2-57b-a14b": moe.Config(
+        vocab_size=151936,
+        embed=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        experts=64,
+        expert_ff=2560,
+        router=ops.Router(8, batch_loss=0.001),
+        shared_ff=20480,
+        shared_gate=True,
+        max_seq=131072,
+        qkv_bias=True,
+    ),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 1536),
+    "deepseek-v2-lite": _deepseek(
+        0.707,
+        1,
+        26,
+        2048,
+        16,
+        vocab_size=102400,
+        q_latent=None,
+        ff=10944,
+        experts=64,
+        expert_ff=1408,
+        shared_ff=2816,
+        router=ops.Router(6, sequence_loss=1e-3),
+    ),
+    "deepseek-v2": _deepseek(
+        0.707,
+        1,
+        59,
+        5120,
+        128,
+        vocab_size=102400,
+        q_latent=1536,
+        ff=12288,
+        experts=160,
+        expert_ff=1536,
+        shared_ff=3072,
+        router=ops.Router(6, scale=16.0, groups=8, top_groups=3, sequence_loss=1e-3),
+    ),
+    "deepseek-v3": _deepseek(
+        1.0,
+        3,
+        58,
+        7168,
+        128,
+        vocab_size=129280,
+        q_latent=1536,
+        ff=18432,
+        experts=256,
+        expert_ff=2048,
+        shared_ff=2048,
+        router=ops.Router(
+            8, "sigmoid", renormalize=True, scale=2.5, groups=8, top_groups=4, group_score="top2sum", sequence_loss=1e-4
+        ),
+        router_bias=True,
+        mtp_layers=1,
+    ),
     # A vocabulary of 257 (the bytes and an end) is prime, so that padding is always put to the test.
     "tiny": _llama(257, 2, 64, 4, 2, 128, max_seq=64),
     "tiny-gpt2": gpt2.Config(vocab_size=257, embed=64, layers=2, heads=4, head_dim=16, ff=256, max_seq=64),
+    "tiny-moe": moe.Config(
+        vocab_size=257,
+        embed=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        experts=8,
+        expert_ff=32,
+        router=ops.Router(2, renormalize=True, batch_loss=0.01),
+        max_seq=64,
+        rope_base=1e4,
+    ),
+    "tiny-deepseek": deepseek.Config(
+        vocab_size=257,
+        embed=64,
+        dense_layers=1,
+        layers=2,
+        mtp_layers=1,
+        heads=4,
+        q_latent=24,
+        kv_latent=16,
+        nope_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        ff=128,
+        experts=8,
+        expert_ff=32,
+        shared_ff=32,
+        router_bias=True,
+        max_seq=64,
+        router=ops.Router(
+            2, "sigmoid", renormalize=True, scale=2.5, groups=4, top_groups=2, group_score="top2sum", sequence_loss=1e-4
+        ),
+    ),
     "small-llama": _llama(4096, 6, 256, 8, 4, 704, max_seq=1024, tied=True),
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from fmeg.models import gpt2, llama
+from fmeg.models import deepseek, gpt2, llama, moe
 
-MODELS: tuple[ModuleType, ...] = (llama, gpt2)
+MODELS: tuple[ModuleType, ...] = (llama, gpt2, moe, deepseek)
 
 
 def model_of(cfg: Any) -> ModuleType:

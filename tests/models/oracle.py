@@ -42,6 +42,47 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     ),
 }
 
+MOE = SMALL | dict(num_hidden_layers=2, num_experts_per_tok=2)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=500.0,
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=4.0,
+    beta_slow=0.5,
+    mscale=0.8,
+    mscale_all_dim=0.5,
+)
+MLA = dict(num_key_value_heads=4, kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8)
+DEEPSEEK = SMALL | MLA | dict(num_experts_per_tok=3, n_routed_experts=8, moe_intermediate_size=20, rope_parameters=YARN)
+V2_GROUPS = dict(n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0)
+CONFIGS |= {
+    "mixtral": transformers.MixtralConfig(**MOE, num_local_experts=5),
+    "mixtral-window": transformers.MixtralConfig(**MOE, num_local_experts=4, sliding_window=5),
+    "qwen2-moe": transformers.Qwen2MoeConfig(
+        **MOE, num_experts=6, moe_intermediate_size=24, shared_expert_intermediate_size=28
+    ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **MOE | {"num_experts_per_tok": 3}, num_experts=6, moe_intermediate_size=24, head_dim=12, norm_topk_prob=True
+    ),
+    "qwen3-moe-tied": transformers.Qwen3MoeConfig(
+        **MOE, num_experts=4, moe_intermediate_size=24, head_dim=12, tie_word_embeddings=True
+    ),
+}
+CONFIGS |= {
+    "deepseek-v2-lite": transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=None, first_k_dense_replace=1),
+    "deepseek-v2": transformers.DeepseekV2Config(**DEEPSEEK, **V2_GROUPS, q_lora_rank=14, first_k_dense_replace=0),
+    "deepseek-v3": transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=14,
+        first_k_dense_replace=2,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        num_mtp_layers=0,
+    ),
+}
+
 
 class Float64(TorchFunctionMode):
     """Their rotary tables, norms and softmax go to float32 whatever comes in; under this mode they go to float64."""
@@ -59,10 +100,15 @@ def random_model(name: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = CONFIGS[name]
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     with Float64():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-    for p in model.parameters():
-        p.data = 0.3 * torch.randn(p.shape, dtype=torch.float64) + (1.0 if p.ndim == 1 else 0.0)
+    for n, p in model.named_parameters():
+        one = p.ndim == 1 and not n.endswith("sinks")
+        p.data = 0.3 * torch.randn(p.shape, dtype=torch.float64) + (1.0 if one else 0.0)
+    for n, b in model.named_buffers():
+        if n.endswith("e_score_correction_bias"):
+            b.data = 0.1 * torch.randn(b.shape, dtype=torch.float64)
     return model
 
 
@@ -75,5 +121,28 @@ def ours(model: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def state(model: Any) -> dict[str, Tensor]:
-    """Its parameters by name, each once."""
-    return {n: p.detach() for n, p in model.named_parameters()}
+    """Its parameters, and biases of routers, by the names of its checkpoints, each once."""
+    tensors = {n: p.detach() for n, p in model.named_parameters()}
+    tensors |= {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    return published(model, tensors)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients of its parameters by the names of its checkpoints."""
+    return published(model, {n: p.grad for n, p in model.named_parameters()})
+
+
+def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that checkpoints have, where each expert's matrix is one: in memory they are stacked."""
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    out = {}
+    for name, x in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        base, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            out[name] = x
+            continue
+        parts = dict(zip((gate, up), x.chunk(2, 1), strict=True)) if last == "gate_up_proj" else {down: x}
+        out |= {f"{base}.{i}.{w}.weight": y for w, all_ in parts.items() for i, y in enumerate(all_)}
+    return out

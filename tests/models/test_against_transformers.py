@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fmeg import tree
+from fmeg import ops, tree
 from fmeg.models import gpt2, hf
-from tests.models.oracle import CONFIGS, Float64, ours, random_model
+from tests.models.oracle import CONFIGS, Float64, gradients, ours, random_model, state
+
+ROUTED = [n for n, c in CONFIGS.items() if hasattr(c, "num_experts_per_tok")]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -32,21 +34,49 @@ def test_logits_and_gradients(name):
     assert got.shape == (2, 19, 128) and got.dtype == torch.float64
     torch.testing.assert_close(got[..., : cfg.vocab_size], want, rtol=1e-8, atol=1e-8)
 
-    total, count = model.loss(params, {"tokens": tokens, "targets": targets, "mask": mask, **where}, cfg)
+    out = model.loss(params, {"tokens": tokens, "targets": targets, "mask": mask, **where}, cfg)
+    total, count = out if isinstance(out[0], torch.Tensor) else out[0][0]
     torch.testing.assert_close(total, want_loss, rtol=1e-10, atol=0)
     assert count == mask.sum()
 
     leaves, treedef = tree.flatten(params)
-    grads = hf.to_hf(tree.unflatten(treedef, torch.autograd.grad(total, leaves)), cfg)
-    assert set(grads) == {n for n, _ in theirs.named_parameters()}
-    for n, p in theirs.named_parameters():
-        assert p.grad.abs().max() > 1e-3, n
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
+    busy = [bool(w.any()) for n, w in gradients(theirs).items() if ".experts." in n]
+    assert not busy or sum(busy) > len(busy) / 2
+    grads, wants = hf.to_hf(tree.unflatten(treedef, found), cfg), gradients(theirs)
+    assert set(grads) == set(state(theirs))
+    for n, g in wants.items():
+        assert g.abs().max() > 1e-3 or ".experts." in n, n  # an expert may have no tokens
         torch.testing.assert_close(
-            grads[n], p.grad, rtol=1e-8, atol=1e-8 * float(p.grad.abs().max()), msg=lambda m, n=n: f"{n}: {m}"
+            grads[n], g, rtol=1e-8, atol=1e-8 * float(g.abs().max()), msg=lambda m, n=n: f"{n}: {m}"
         )
 
 
-@pytest.mark.parametrize("name", ["llama2", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ROUTED)
+def test_tokens_go_to_the_same_experts(name, monkeypatch):
+    """Of every layer, the same experts exactly, with the same weights."""
+    theirs = random_model(name)
+    model, cfg, params = ours(theirs)
+    wanted, got = [], []
+    for module_name, module in theirs.named_modules():
+        if module_name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda m, args, out: wanted.append(out[1:]))
+    route = ops.router
+    monkeypatch.setattr(ops, "router", lambda *a, **kw: got.append(route(*a, **kw)) or got[-1])
+    tokens = torch.randint(cfg.vocab_size, (2, 19))
+    with Float64():
+        theirs(tokens)
+    model.apply(params, tokens, cfg, positions=torch.arange(19, dtype=torch.float64))
+    assert len(got) == len(wanted) == cfg.layers
+    for (weights, experts), r in zip(wanted, got, strict=True):
+        dense = torch.zeros(38, cfg.experts, dtype=torch.float64).scatter(1, experts, weights)
+        mine = torch.zeros_like(dense).scatter(1, r.experts.flatten(0, 1), r.weights.flatten(0, 1))
+        assert torch.equal(experts.sort(-1).values, r.experts.flatten(0, 1).sort(-1).values)
+        torch.testing.assert_close(mine, dense, rtol=1e-10, atol=1e-12)
+        assert torch.equal(r.counts, torch.bincount(experts.flatten(), minlength=cfg.experts))
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "gpt2", "qwen2-moe"])
 def test_the_oracle_would_notice(name):
     """One weight a little off, and the logits differ."""
     theirs = random_model(name)

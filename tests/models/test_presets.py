@@ -40,11 +40,30 @@ PUBLISHED = {
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    # 671,026,404,352 and the routers' biases, and 11,610,067,968 of multi-token prediction
+    "deepseek-v3": 671_026_404_352 + 58 * 256 + 11_610_067_968 + 256,
 }
+MIXTURES = [n for n, c in presets.PRESETS.items() if hasattr(c, "experts") and n in PUBLISHED]
+# Billions of parameters a token meets, embedding and head counted, as published.
+ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.2, "qwen2-57b-a14b": 14.2, "qwen3-30b-a3b": 3.35}
+ACTIVE |= {"qwen3-235b-a22b": 22.2, "deepseek-v2": 21.4, "deepseek-v2-lite": 2.66, "deepseek-v3": 37.6}
 
 
 def test_every_published_preset_is_here():
-    assert set(presets.PRESETS) - set(PUBLISHED) == {"tiny", "tiny-gpt2", "small-llama"}
+    assert set(presets.PRESETS) - set(PUBLISHED) == {
+        "tiny",
+        "tiny-gpt2",
+        "tiny-moe",
+        "tiny-deepseek",
+        "small-llama",
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -53,13 +72,39 @@ def test_published_sizes(name):
     assert model_of(cfg).num_params(cfg) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ["llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3.2-1b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "gpt2", *MIXTURES])
 def test_transformers_counts_the_same(name):
+    """But for modules of multi-token prediction and routers' biases, which are no parameters there."""
     cfg = presets.get(name)
+    if name == "deepseek-v3":
+        cfg = presets.get(name, mtp_layers=0)
     config = model_of(cfg).to_hf_config(cfg)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+    biases = sum(b.numel() for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    assert sum(p.numel() for p in model.parameters()) + biases == model_of(cfg).num_params(cfg)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_active_parameters(name):
+    cfg = presets.get(name, **({"mtp_layers": 0} if name == "deepseek-v3" else {}))
+    model = model_of(cfg)
+    idle = cfg.layers * 3 * cfg.embed * cfg.expert_ff * (cfg.experts - cfg.router.top_k)
+    assert (model.num_params(cfg) - idle) / 1e9 == pytest.approx(ACTIVE[name], rel=0.005)
+    # the products of a forward pass are with these, but for norms, biases and the embedding
+    per_token = model.flops_per_token(cfg, 1) / 6
+    assert per_token == pytest.approx(model.num_params(cfg) - idle - cfg.vocab_size * cfg.embed, rel=2e-3)
+
+
+def test_multi_token_prediction_counts():
+    """A layer, a product of both streams, three norms; and in FLOPs the head once more."""
+    with_, without = presets.get("deepseek-v3"), presets.get("deepseek-v3", mtp_layers=0)
+    layer = presets.get("deepseek-v3", layers=59, mtp_layers=0)
+    model = model_of(with_)
+    one = model.num_params(layer) - model.num_params(without)
+    assert model.num_params(with_) - model.num_params(without) == one + 2 * 7168**2 + 3 * 7168
+    flops = [model.flops_per_token(c, 4096) for c in (with_, layer)]
+    assert flops[0] - flops[1] == 6 * (2 * 7168**2 + 129280 * 7168)
 
 
 def test_small_ones_are_small():
@@ -75,7 +120,7 @@ def test_flops_by_hand():
     assert model.flops_per_token(cfg, 8192) == 6 * weights + 6 * 32 * 8192 * 4096
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2", "tiny-moe", "tiny-deepseek"])
 def test_flops_as_torch_counts_them(name, monkeypatch):
     """torch counts the whole of a plain attention; the difference is the half that causality saves."""
 
@@ -91,11 +136,13 @@ def test_flops_as_torch_counts_them(name, monkeypatch):
     tokens = torch.zeros(2, seq, dtype=torch.long)
     counter = FlopCounterMode(display=False)
     with counter:
-        loss, _ = model.loss(params, {"tokens": tokens, "targets": tokens, "mask": torch.ones(2, seq)}, cfg)
-        loss.backward()
+        out = model.loss(params, {"tokens": tokens, "targets": tokens, "mask": torch.ones(2, seq)}, cfg)
+        (out[0] if isinstance(out[0], torch.Tensor) else sum(total for total, _ in out[0])).backward()
     per_token = counter.get_total_flops() / tokens.numel()
-    half = 6 * cfg.layers * seq * cfg.heads * cfg.head_dim
-    padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.embed
+    layers, further = cfg.layers + getattr(cfg, "dense_layers", 0), getattr(cfg, "mtp_layers", 0)
+    head = cfg.nope_dim + cfg.rope_dim + cfg.v_dim if hasattr(cfg, "kv_latent") else 2 * cfg.head_dim
+    half = 3 * (layers + further) * seq * cfg.heads * head
+    padding = 6 * (cfg.padded_vocab - cfg.vocab_size) * cfg.embed * (1 + further)
     assert per_token - padding - half == model.flops_per_token(cfg, seq)
 
 

@@ -1,0 +1,359 @@
+"""Llama's blocks with a mixture of experts for the MLP: Mixtral, Qwen2-MoE, Qwen3-MoE.
+
+    x ← x + attention(norm1(x))                          as in `fmeg.models.llama`
+    x ← x + Σ_{i chosen} weight_i · expert_i(norm2(x))   (+ a shared expert)
+
+The relatives differ by what `Config` says: biases on q, k, v and a gated shared expert (Qwen2), norms on q and k
+(Qwen3), and how the router weighs (`fmeg.ops.Router`).
+
+Sources (arXiv): Mixtral 2401.04088, Qwen2 2407.10671, Qwen3 2505.09388.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fmeg import P, einsum, ops, remat, scan, shard
+from fmeg.models import mixture
+from fmeg.models.llama import attend, attention_rows
+from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
+
+__all__ = [
+    "Config",
+    "apply",
+    "batch_axes",
+    "block",
+    "flops_per_token",
+    "from_hf_config",
+    "init",
+    "logical_axes",
+    "loss",
+    "num_params",
+    "parameters",
+    "to_hf_config",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes bear the names of their logical axes; see `fmeg.models.presets` for published ones.
+
+    experts, expert_ff, router, shared_ff, shared_gate, router_bias   see `fmeg.models.mixture`
+    the others                                                        as in `fmeg.models.llama.Config`
+    """
+
+    vocab_size: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    expert_ff: int
+    router: ops.Router
+    shared_ff: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    max_seq: int = 32768
+    rope_base: float = 1e6
+    rope_scaling: ops.RopeScaling | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    attn_gate: bool = False
+    tied: bool = False
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    vocab_multiple: int = 128
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    remat: Any = None
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"Config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+
+    @property
+    def padded_vocab(self) -> int:
+        return round_up(self.vocab_size, self.vocab_multiple)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each logical axis of the parameters."""
+        same = {a: getattr(self, a) for a in ("embed", "layers", "heads", "kv_heads", "head_dim")}
+        return {"vocab": self.padded_vocab, **same, **mixture.axis_sizes(self)}
+
+
+def parameters(cfg: Config) -> dict[str, Any]:
+    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there."""
+    std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
+    names = mixture.MIXTRAL if _kind(cfg) == "mixtral" else mixture.QWEN
+    layers = {
+        **attention_rows(cfg, std, out),
+        "norm2": Param("layers embed", "ones", "model.layers.{}.post_attention_layernorm.weight"),
+        **mixture.parameters(cfg, names, "layers", 0, std, out),
+    }
+    table = {
+        "embed": Param("vocab embed", std, "model.embed_tokens.weight"),
+        "layers": layers,
+        "final_norm": Param("embed", "ones", "model.norm.weight"),
+    }
+    if not cfg.tied:
+        table["head"] = Param("vocab embed", std, "lm_head.weight")
+    return table
+
+
+def init(key: Int[Tensor, "2"], cfg: Config) -> dict[str, Any]:
+    """Initial parameters: normal with `init_std`, over √(2·layers) where a block adds to the residual.
+
+    >>> from fmeg import random
+    >>> from fmeg.models import presets
+    >>> params = init(random.key(0), presets.get("tiny-moe"))
+    >>> params["layers"]["w_gate"].shape
+    torch.Size([2, 8, 64, 32])
+    """
+    return init_params(key, parameters(cfg), cfg.sizes, cfg.dtype)
+
+
+def logical_axes(cfg: Config) -> dict[str, Any]:
+    """What each dimension of each parameter is.
+
+    >>> from fmeg.models import presets
+    >>> logical_axes(presets.get("tiny-moe"))["layers"]["w_down"]
+    'layers experts expert_ff embed'
+    """
+    return axes_of(parameters(cfg))
+
+
+def block(
+    p: Mapping[str, Tensor],
+    x: Float[Tensor, "b s d"],
+    rope: Float[Tensor, "... s half 2"],
+    segments: Int[Tensor, "b s"] | None,
+    cfg: Config,
+) -> tuple[Float[Tensor, "b s d"], ops.RouterOutput]:
+    """One layer: attention, then the experts, each added to the residual stream `x`; and where tokens went."""
+    x = x + attend(p, x, rope, segments, cfg)
+    o, chosen = mixture.mixture(p, ops.rms_norm(x, p["norm2"], cfg.norm_eps), cfg)
+    return x + o, chosen
+
+
+def hidden(
+    params: Mapping[str, Any],
+    tokens: Int[Tensor, "b s"],
+    cfg: Config,
+    positions: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b s"] | None,
+) -> tuple[Float[Tensor, "b s d"], mixture.Stats]:
+    """What the head is applied to, and the sums of the routers' counts and losses."""
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    rope = ops.rope_table(positions, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
+    x = shard(ops.embedding(cast(params["embed"], cfg.compute_dtype), tokens), P("batch", "res_seq", None))
+
+    def body(carry: Any, layer: Any, rope: Tensor, segments: Tensor | None) -> tuple[Any, None]:
+        (x, stats), (p, i) = carry, layer
+        x, chosen = block(mixture.cast_layer(p, cfg.compute_dtype), x, rope, segments, cfg)
+        return (x, mixture.add_stats(stats, chosen, i)), None
+
+    layers = (params["layers"], torch.arange(cfg.layers, device=tokens.device))
+    start = (x, mixture.no_stats(cfg, cfg.layers, x))
+    (x, stats), _ = scan(remat(body, cfg.remat) if cfg.remat else body, start, layers, rope, segments)
+    return ops.rms_norm(x, cast(params["final_norm"], cfg.compute_dtype), cfg.norm_eps), stats
+
+
+def head(params: Mapping[str, Any], x: Float[Tensor, "b s d"], cfg: Config) -> Float[Tensor, "b s v"]:
+    """Logits over the padded vocabulary."""
+    w = cast(params["embed" if cfg.tied else "head"], cfg.compute_dtype)
+    return einsum("b s d, v d -> b s v", shard(x, P("batch", "seq", None)), w)
+
+
+def apply(
+    params: Mapping[str, Any],
+    tokens: Int[Tensor, "b s"],
+    cfg: Config,
+    *,
+    positions: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b s"] | None = None,
+) -> Float[Tensor, "b s v"]:
+    """Logits of the next token at each position, over the padded vocabulary: those from `vocab_size` on mean nothing.
+
+    positions  default: 0 … s - 1 in every row
+    segments   tokens attend within their own segment only
+
+    >>> from fmeg import random
+    >>> from fmeg.models import presets
+    >>> cfg = presets.get("tiny-moe")
+    >>> apply(init(random.key(0), cfg), torch.tensor([[1, 2, 3]]), cfg).shape
+    torch.Size([1, 3, 384])
+    """
+    return head(params, hidden(params, tokens, cfg, positions, segments)[0], cfg)
+
+
+def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) -> tuple[list[Any], dict[str, Tensor]]:
+    """([(Σ mask · cross entropy, Σ mask), one pair for each loss of the router], {"counts": tokens an expert}).
+
+    Counts are "layers experts"; summed over a step they are what `fmeg.ops.update_bias` takes.
+
+    >>> from fmeg import random
+    >>> from fmeg.models import presets
+    >>> cfg = presets.get("tiny-moe")
+    >>> tokens, targets = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])
+    >>> batch = {"tokens": tokens, "targets": targets, "mask": torch.tensor([[1.0, 1.0, 0.0]])}
+    >>> pairs, aux = loss(init(random.key(0), cfg), batch, cfg)
+    >>> [count.item() for _, count in pairs], aux["counts"].sum(-1)
+    ([2.0, 3.0], tensor([6, 6]))
+    """
+    tokens = batch["tokens"]
+    x, stats = hidden(params, tokens, cfg, batch.get("positions"), batch.get("segments"))
+    losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], vocab=cfg.vocab_size)
+    mask = batch["mask"].to(losses.dtype)
+    pairs = [((losses * mask).sum(), mask.sum()), *mixture.loss_pairs(stats, tokens, cfg, losses)]
+    return pairs, {"counts": stats["counts"]}
+
+
+def num_params(cfg: Config) -> int:
+    """How many parameters, the vocabulary's padding apart.
+
+    >>> from fmeg.models import presets
+    >>> num_params(presets.get("mixtral-8x7b"))
+    46702792704
+    """
+    return count_params(parameters(cfg), cfg.sizes | {"vocab": cfg.vocab_size})
+
+
+def flops_per_token(cfg: Config, seq: int) -> float:
+    """Model FLOPs of a training step per token, as `fmeg.models.llama.flops_per_token` counts them: of the experts
+    those that a token goes to, the shared one, and the router's product.
+
+    >>> from fmeg.models import presets
+    >>> flops_per_token(presets.get("mixtral-8x7b"), 4096) / 1e9
+    79.71274752
+    """
+    attn = cfg.embed * cfg.head_dim * ((3 if cfg.attn_gate else 2) * cfg.heads + 2 * cfg.kv_heads)
+    core = 2 * visible(seq, cfg.window) * cfg.heads * cfg.head_dim
+    return 6 * (cfg.layers * (attn + core + mixture.active(cfg, cfg.embed)) + cfg.vocab_size * cfg.embed)
+
+
+HF_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def _kind(cfg: Config) -> str:
+    return "qwen3_moe" if cfg.qk_norm else "qwen2_moe" if cfg.shared_ff else "mixtral"
+
+
+def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
+    """Config of a Hugging Face `config.json` (mixtral, qwen2_moe, qwen3_moe); `changes` override fields.
+
+    The router's balance loss is over the batch, with the weight that the file gives.
+
+    >>> hf = dict(model_type="mixtral", vocab_size=100, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+    ...           intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
+    >>> from_hf_config(hf).router.score
+    'softmax'
+    """
+    kind, mixtral = hf["model_type"], hf["model_type"] == "mixtral"
+    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    for bad, what in [
+        (kind not in HF_TYPES, f"model_type={kind!r} (known: {', '.join(HF_TYPES)})"),
+        (rope_type != "default", f"rope_type={rope_type!r} (known: default)"),
+        (hf.get("hidden_act", "silu") != "silu", f"hidden_act={hf.get('hidden_act')!r} (known: silu)"),
+        (bool(hf.get("attention_bias")), "attention_bias=True"),
+        (kind == "qwen2_moe" and not hf.get("qkv_bias", True), "qkv_bias=False"),
+        (bool(hf.get("use_sliding_window")), "layers of which only some have a window"),
+        (bool(hf.get("mlp_only_layers")) or hf.get("decoder_sparse_step", 1) != 1, "layers without experts"),
+        (bool(hf.get("router_jitter_noise")), "router_jitter_noise; set router= with a jitter"),
+    ]:
+        if bad:
+            raise ValueError(f"from_hf_config: this model has no {what}")
+    heads = hf["num_attention_heads"]
+    router = ops.Router(
+        hf["num_experts_per_tok"],
+        renormalize=mixtral or bool(hf.get("norm_topk_prob", False)),
+        batch_loss=hf.get("router_aux_loss_coef", 0.001),
+    )
+    fields: dict[str, Any] = dict(
+        vocab_size=hf["vocab_size"],
+        embed=hf["hidden_size"],
+        layers=hf["num_hidden_layers"],
+        heads=heads,
+        kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        experts=hf["num_local_experts" if mixtral or "num_experts" not in hf else "num_experts"],
+        expert_ff=hf["intermediate_size" if mixtral else "moe_intermediate_size"],
+        router=router,
+        shared_ff=hf["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
+        shared_gate=kind == "qwen2_moe",
+        max_seq=hf.get("max_position_embeddings", 32768),
+        rope_base=float(rope.get("rope_theta", hf.get("rope_theta", 1e6))),
+        window=hf.get("sliding_window") if mixtral else None,
+        qkv_bias=kind == "qwen2_moe",
+        qk_norm=kind == "qwen3_moe",
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        norm_eps=hf.get("rms_norm_eps", 1e-5 if mixtral else 1e-6),
+        init_std=hf.get("initializer_range", 0.02),
+    )
+    return Config(**(fields | changes))
+
+
+def to_hf_config(cfg: Config) -> dict[str, Any]:
+    """The Hugging Face `config.json` that describes the same function.
+
+    >>> from fmeg.models import presets
+    >>> to_hf_config(presets.get("qwen3-30b-a3b"))["architectures"]
+    ['Qwen3MoeForCausalLM']
+    """
+    kind, router = _kind(cfg), cfg.router
+    plain = ops.Router(router.top_k, renormalize=router.renormalize, batch_loss=router.batch_loss)
+    for bad, what in [
+        (cfg.sinks or cfg.attn_gate or cfg.router_bias, "sinks, attn_gate or router_bias"),
+        (router != plain, f"the router {router}"),
+        (cfg.qkv_bias != (kind == "qwen2_moe"), f"qkv_bias={cfg.qkv_bias} beside what makes it {kind}"),
+        (cfg.shared_gate != (kind == "qwen2_moe"), f"shared_gate={cfg.shared_gate} beside what makes it {kind}"),
+        (cfg.shared_ff > 0 and kind != "qwen2_moe", f"a shared expert beside what makes it {kind}"),
+        (kind == "mixtral" and not router.renormalize, "weights that are not renormalized, as Mixtral's are"),
+        (cfg.window is not None and kind != "mixtral", "a window"),
+        (cfg.rope_scaling is not None, "rope_scaling"),
+    ]:
+        if bad:
+            raise ValueError(f"to_hf_config: no Hugging Face model of this family has {what}")
+    hf: dict[str, Any] = dict(
+        architectures=[{"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}[kind] + "ForCausalLM"],
+        model_type=kind,
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.embed,
+        num_hidden_layers=cfg.layers,
+        num_attention_heads=cfg.heads,
+        num_key_value_heads=cfg.kv_heads,
+        head_dim=cfg.head_dim,
+        hidden_act="silu",
+        num_experts_per_tok=router.top_k,
+        router_aux_loss_coef=router.batch_loss,
+        max_position_embeddings=cfg.max_seq,
+        rope_theta=cfg.rope_base,
+        tie_word_embeddings=cfg.tied,
+        rms_norm_eps=cfg.norm_eps,
+        initializer_range=cfg.init_std,
+    )
+    if kind == "mixtral":
+        return hf | dict(num_local_experts=cfg.experts, intermediate_size=cfg.expert_ff, sliding_window=cfg.window)
+    hf |= dict(
+        num_experts=cfg.experts,
+        moe_intermediate_size=cfg.expert_ff,
+        norm_topk_prob=router.renormalize,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    if kind == "qwen2_moe":
+        if cfg.head_dim * cfg.heads != cfg.embed:
+            raise ValueError("to_hf_config: Qwen2-MoE needs embed = heads · head_dim")
+        hf |= dict(shared_expert_intermediate_size=cfg.shared_ff, qkv_bias=True)
+    return hf
