@@ -52,7 +52,7 @@ class Config:
     mtp_layers      D, how many further tokens are predicted, with `mtp_weight`
     q_latent, kv_latent, nope_dim, rope_dim, v_dim       see `fmeg.models.mla`
     experts, expert_ff, router, shared_ff, router_bias   see `fmeg.models.mixture`
-    vocab_multiple, dtype, compute_dtype, remat          as in `fmeg.models.llama.Config`
+    vocab_multiple, dtype, compute_dtype, remat, z_loss  as in `fmeg.models.llama.Config`
     """
 
     vocab_size: int
@@ -84,6 +84,7 @@ class Config:
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
     remat: Any = None
+    z_loss: float = 0.0
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -248,7 +249,7 @@ def further(
     def module(carry: Any, layer: Any, w: Any, rope: Tensor, segments: Tensor | None) -> tuple[Any, None]:
         (x, sums, stats), (p, i, tokens, targets, mask) = carry, layer
         x, chosen = mtp_block(mixture.cast_layer(p, cfg.compute_dtype), x, embed(w, tokens, cfg), rope, segments, cfg)
-        losses = ops.cross_entropy(head(w, x, cfg), targets, vocab=cfg.vocab_size)
+        losses = ops.cross_entropy(head(w, x, cfg), targets, z_loss=cfg.z_loss, vocab=cfg.vocab_size)
         here = torch.arange(cfg.mtp_layers, device=x.device) == i
         sums = sums + here * (losses * mask).sum()
         return (x, sums, mixture.add_stats(stats, chosen, i)), None
@@ -328,7 +329,7 @@ def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) ->
     tokens, segments = batch["tokens"], batch.get("segments")
     rope = table(tokens, batch.get("positions"), cfg)
     x, stats = hidden(params, tokens, cfg, rope, segments)
-    losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], vocab=cfg.vocab_size)
+    losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], z_loss=cfg.z_loss, vocab=cfg.vocab_size)
     mask = batch["mask"].to(losses.dtype)
     pairs = [((losses * mask).sum(), mask.sum())]
     if cfg.mtp_layers:

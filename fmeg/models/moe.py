@@ -75,6 +75,7 @@ class Config:
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
     remat: Any = None
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -213,7 +214,7 @@ def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) ->
     """
     tokens = batch["tokens"]
     x, stats = hidden(params, tokens, cfg, batch.get("positions"), batch.get("segments"))
-    losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], vocab=cfg.vocab_size)
+    losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], z_loss=cfg.z_loss, vocab=cfg.vocab_size)
     mask = batch["mask"].to(losses.dtype)
     pairs = [((losses * mask).sum(), mask.sum()), *mixture.loss_pairs(stats, tokens, cfg, losses)]
     return pairs, {"counts": stats["counts"]}
