@@ -14,7 +14,7 @@ from fmeg.program.ir import TensorType
 from fmeg.program.trace import trace
 from fmeg.sharding.array import Array
 from fmeg.sharding.spec import Layout, P
-from fmeg.step import TrainState, check_finite, jit, shard_map, value_and_grad
+from fmeg.step import TrainState, amax_history, check_finite, jit, shard_map, value_and_grad
 
 from fmeg import data, models, optim  # isort: skip  (these are written in the vocabulary above)
 
@@ -27,6 +27,7 @@ __all__ = [
     "P",
     "TensorType",
     "TrainState",
+    "amax_history",
     "check_finite",
     "data",
     "einsum",

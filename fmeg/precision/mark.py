@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
 from fmeg.ops.einsum import einsum_p
 from fmeg.ops.shard import name_p, shard_p
+from fmeg.precision.delayed import ROLES, tap_p
 from fmeg.precision.layers import JOIN_LAYERS, SPLIT_LAYERS
 from fmeg.precision.recipe import Recipe
 from fmeg.precision.scaled import as_matmul
@@ -42,28 +44,34 @@ _SAME = {
 
 @dataclass(frozen=True)
 class Use:
-    """A product in low precision: by which recipe, which operand is the parameter, and the parameter's path."""
+    """A product in low precision: by which recipe, which operand is the parameter, the parameter's path, and a name."""
 
     recipe: Recipe
     parameter: int
     path: str
+    site: str = ""
 
 
-def mark(program: Program, recipe: Recipe, paths: Sequence[str]) -> Program:
+def mark(program: Program, recipe: Recipe, paths: Sequence[str]) -> tuple[Program, list[str]]:
     """A copy of `program` whose chosen products are tagged; `paths` are those of its first inputs, the parameters.
 
-    TraceError where nothing is chosen.
+    For "delayed" it has one more input a site, of the largest values known (see `fmeg.precision.delayed`), f32[3] or,
+    in a scan, f32[layers, 3]; the sites' names are the second result. TraceError where nothing is chosen.
     """
     marker = _Marker(recipe)
-    out = marker.copy(program, dict(enumerate(paths)), marking=True, layers=False)
+    out, sites = marker.copy(program, dict(enumerate(paths)), marking=True, layers=False)
     if not marker.chosen:
         raise TraceError(
             f"precision: no product has a parameter that matches {', '.join(map(repr, recipe.match))} in a layer that "
             f"is not left out (skip_first={recipe.skip_first}, skip_last={recipe.skip_last}). Products have "
             f"{', '.join(sorted(marker.seen)) or 'no parameters'}"
         )
+    out = Program((*out.inputs, *sites.values()), out.nodes, out.outputs, (), out.name)
     out.check()
-    return out
+    return out, list(sites)
+
+
+Sites = dict[str, Value]
 
 
 @dataclass
@@ -71,9 +79,12 @@ class _Marker:
     recipe: Recipe
     chosen: int = 0
     seen: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
 
-    def copy(self, program: Program, paths: dict[int, str], *, marking: bool, layers: bool) -> Program:
-        """`paths` of inputs that are parameters; `layers`: inside a scan over layers."""
+    def copy(self, program: Program, paths: dict[int, str], *, marking: bool, layers: bool) -> tuple[Program, Sites]:
+        """`paths` of inputs that are parameters; `layers`: inside a scan over layers. Also the inputs that the copy
+        lacks:
+        what is known of each site."""
         env: dict[int, Value] = {}
         origin: dict[int, str] = {}
         inputs = tuple(Value(v.type, name=v.name) for v in program.inputs)
@@ -82,36 +93,46 @@ class _Marker:
             if i in paths:
                 origin[id(new)] = paths[i]
         nodes: list[Node] = []
+        sites: Sites = {}
         for n in program.nodes:
             args, kwargs = map_values(lambda v: env[id(v)], (n.args, n.kwargs))
             node = Node(n.op, args, kwargs, source=n.source, phase=n.phase, tags=dict(n.tags))
             node.outs = tuple(Value(v.type, node, v.index, v.name) for v in n.outs)
             if isinstance(n.op, Scan):
-                outs = self._scan(node, origin, nodes, marking=marking, layers=layers)
+                outs = self._scan(node, origin, nodes, sites, marking=marking, layers=layers)
             else:
                 nodes.append(node)
                 outs = list(node.outs)
                 if n.op in _SAME and id(args[0]) in origin:
                     origin[id(outs[0])] = origin[id(args[0])]
-                elif n.op is einsum_p:
-                    self._product(node, origin, marking)
+                elif n.op is einsum_p and self._product(node, origin, marking) and self.recipe.delayed:
+                    outs = self._tapped(node, nodes, sites)
             env.update({id(old): new for old, new in zip(n.outs, outs, strict=True)})
         results = tuple(map_values(lambda v: env[id(v)], list(program.outputs)))
-        return Program(inputs, nodes, results, program.names, program.name)
+        return Program(inputs, nodes, results, program.names, program.name), sites
 
-    def _product(self, node: Node, origin: dict[int, str], marking: bool) -> None:
+    def _product(self, node: Node, origin: dict[int, str], marking: bool) -> bool:
         operands = node.operands()
         found = [i for i, v in enumerate(operands) if id(v) in origin]
         if len(operands) != 2 or len(found) != 1 or as_matmul(node.args[0]) is None:
-            return
+            return False
         path = origin[id(operands[found[0]])]
         self.seen.add(path)
-        if marking and self.recipe.matches(path):
-            self.chosen += 1
-            node.tags[TAG] = Use(self.recipe, found[0], path)
+        if not (marking and self.recipe.matches(path)):
+            return False
+        self.chosen += 1
+        site = next(s for i in count() if (s := f"{path}:{i}" if i else path) not in self.names)
+        self.names.add(site)
+        node.tags[TAG] = Use(self.recipe, found[0], path, site)
+        return True
+
+    def _tapped(self, node: Node, nodes: list[Node], sites: Sites) -> list[Value]:
+        site = node.tags[TAG].site
+        sites[site] = Value(TensorType((ROLES,), torch.float32), name=f"amax.{site}")
+        return _append(node, tap_p, (node.outs[0], sites[site], site), [node.outs[0].type], nodes)
 
     def _scan(
-        self, node: Node, origin: dict[int, str], nodes: list[Node], *, marking: bool, layers: bool
+        self, node: Node, origin: dict[int, str], nodes: list[Node], sites: Sites, *, marking: bool, layers: bool
     ) -> list[Value]:
         scan: Scan = node.op
         paths = {i: origin[id(v)] for i, v in enumerate(node.args) if id(v) in origin and i >= scan.n_carry}
@@ -119,18 +140,27 @@ class _Marker:
         skip = (self.recipe.skip_first, self.recipe.skip_last) if over_layers and not layers else (0, 0)
         middle = scan.length - sum(skip)
         before = self.chosen
-        low = self.copy(scan.body, paths, marking=marking and middle > 0, layers=layers or over_layers)
+        low, inner = self.copy(scan.body, paths, marking=marking and middle > 0, layers=layers or over_layers)
+        first = scan.n_carry + scan.n_xs
+        low = Program((*low.inputs[:first], *inner.values(), *low.inputs[first:]), low.nodes, low.outputs, (), low.name)
+        length = middle if self.chosen > before else scan.length
+        known = [Value(TensorType((length, *v.shape), v.dtype), name=v.name) for v in inner.values()]
+        sites.update(zip(inner, known, strict=True))
         if self.chosen == before or skip == (0, 0):
-            return self._emit(node, Scan(low, scan.length, scan.n_carry, scan.n_xs, scan.name), node.args, nodes)
-        plain = self.copy(scan.body, paths, marking=False, layers=True)
-        parts = [(n, b) for n, b in ((skip[0], plain), (middle, low), (skip[1], plain)) if n]
-        sizes = tuple(n for n, _ in parts)
-        carry, xs = list(node.args[: scan.n_carry]), node.args[scan.n_carry : scan.n_carry + scan.n_xs]
+            args = (*node.args[:first], *known, *node.args[first:])
+            return self._emit(
+                node, Scan(low, scan.length, scan.n_carry, scan.n_xs + len(known), scan.name), args, nodes
+            )
+        plain, _ = self.copy(scan.body, paths, marking=False, layers=True)
+        parts = [(n, b, k) for n, b, k in ((skip[0], plain, []), (middle, low, known), (skip[1], plain, [])) if n]
+        sizes = tuple(n for n, _, _ in parts)
+        carry, xs = list(node.args[: scan.n_carry]), node.args[scan.n_carry : first]
         split = [self._split(node, x, sizes, nodes) for x in xs]
         ys = []
-        for k, (length, body) in enumerate(parts):
-            args = (*carry, *(s[k] for s in split), *node.args[scan.n_carry + scan.n_xs :])
-            got = self._emit(node, Scan(body, length, scan.n_carry, scan.n_xs, scan.name), args, nodes)
+        for k, (length, body, more) in enumerate(parts):
+            args = (*carry, *(s[k] for s in split), *more, *node.args[first:])
+            op = Scan(body, length, scan.n_carry, scan.n_xs + len(more), scan.name)
+            got = self._emit(node, op, args, nodes)
             carry, y = got[: scan.n_carry], got[scan.n_carry :]
             ys.append(y)
         joined = [self._join(node, [y[i] for y in ys], nodes) for i in range(scan.n_ys)]

@@ -40,12 +40,17 @@ class Recipe:
     weight_gradient: bool = True
     history: int = 16
 
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from earlier steps."""
+        return self.name == "delayed"
+
     def matches(self, path: str) -> bool:
         """Whether products with the parameter at `path` run in low precision."""
         return any(fnmatchcase(path, pattern) for pattern in self.match)
 
     def grid(self, names: tuple[str, ...], sizes: Mapping[str, int], mm: Matmul, parameter: bool) -> Grid:
-        """Which elements of an operand with these dimensions share a scale in a product; experts never do.
+        """Which elements of an operand with these dimensions share a scale in a product; experts do in "delayed" only.
 
         >>> from fmeg.precision.scaled import as_matmul
         >>> mm, sizes = as_matmul("b s d, d f -> b s f"), dict(b=2, s=512, d=4096, f=14336)
@@ -57,7 +62,9 @@ class Recipe:
         depth = [n for n in names if n in mm.contracted]
         rows = [n for n in names if n not in mm.contracted and n not in mm.batch]
         grid = dict.fromkeys(names, 1)
-        if self.name in ("tensorwise", "delayed"):
+        if self.delayed:
+            grid = dict.fromkeys(names, 0)
+        elif self.name == "tensorwise":
             grid |= dict.fromkeys((*depth, *rows), 0)
         elif self.name == "rowwise":
             grid |= dict.fromkeys(depth, 0)

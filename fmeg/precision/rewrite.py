@@ -15,6 +15,7 @@ import torch
 
 from fmeg.ops.einsum import einsum_p, parse_equation
 from fmeg.ops.shard import shard_p
+from fmeg.precision.delayed import ROLES, collect_p, known_p, seen_p, tap_p
 from fmeg.precision.formats import Format, Grid, amax_p, quantize_p
 from fmeg.precision.mark import TAG, Use
 from fmeg.precision.scaled import as_matmul, scaled_einsum_p
@@ -44,14 +45,20 @@ class _Rewriter:
     after: dict[int, list[Node]] = field(default_factory=dict)
     before: dict[int, list[Node]] = field(default_factory=dict)
     made: dict[tuple, tuple[Value, ...]] = field(default_factory=dict)
+    known: dict[str, Value] = field(default_factory=dict)  # by site: largest values of earlier steps
+    seen: dict[str, dict[int, Value]] = field(default_factory=dict)  # by site and role: those of this one
 
     def run(self) -> Program:
         nodes = self.joint.nodes
+        self.known = {n.args[2]: n.args[1] for n in nodes if n.op is tap_p}
         for n in nodes:
             if n.op is einsum_p and TAG in n.tags:
                 self._product(n, n.tags[TAG])
+        collected = {id(n) for n in nodes if n.op is seen_p and self._collect(n)}
         out = self._with(self.first)
         for n in nodes:
+            if id(n) in collected:
+                continue
             out += [*self.before.get(id(n), []), *self._with([n])]
         return Program(self.joint.inputs, out, self.joint.outputs, self.joint.names, self.joint.name)
 
@@ -76,7 +83,11 @@ class _Rewriter:
             of_gradient = i == cotangent
             grids.append(use.recipe.grid(names, sizes, mm, i == use.parameter and not of_gradient))
             format = use.recipe.gradient if of_gradient else use.recipe.forward
-            args += self._quantized(v, grids[-1], format, node)
+            if use.recipe.delayed:
+                role = 2 if of_gradient else int(i == use.parameter)
+                args += self._delayed(v, role, format, node, use.site)
+            else:
+                args += self._quantized(v, grids[-1], format, node)
         node.op = scaled_einsum_p
         node.args, node.kwargs = (equation, *args, tuple(grids), node.outs[0].dtype, not backward), {}
 
@@ -100,6 +111,36 @@ class _Rewriter:
         near = self._place(amax if top is None else top, user)
         self.made[key] = self._emit(quantize_p, (v, amax, top, grid, format), types, v, user, near)
         return self.made[key]
+
+    def _delayed(self, v: Value, role: int, format: Format, user: Node, site: str) -> tuple[Value, ...]:
+        """q and scale by the largest value known for a role; the one of now is noted."""
+        grid = (0,) * v.ndim
+        self.seen.setdefault(site, {})[role] = self._amax(v, grid, user)
+        key = (id(v), site, role)
+        if key not in self.made:
+            one = TensorType((1,) * v.ndim, torch.float32)
+            near = self.first if v.node is None else self.after.setdefault(id(v.node), [])
+            known = self._emit(known_p, (self.known[site], role, v.ndim), (one,), v, user, near)[0]
+            types = (TensorType(v.shape, format.dtype), one)
+            self.made[key] = self._emit(quantize_p, (v, known, None, grid, format), types, v, user, near)
+        return self.made[key]
+
+    def _collect(self, node: Node) -> bool:
+        """Put what a site saw in the place of its `seen`; after the last of it."""
+        site = node.args[1]
+        seen = self.seen.get(site)
+        if seen is None:
+            return False
+        values = [seen.get(role) for role in range(ROLES)]
+        where = next((self.after.setdefault(id(v.node), []) for v in values[::-1] if v is not None), [])
+        for role, v in enumerate(values):
+            if v is None:
+                one = (TensorType((1,), torch.float32),)
+                values[role] = self._emit(known_p, (self.known[site], role, 1), one, node.outs[0], node, where)[0]
+        made = Node(collect_p, (values,), {}, node.outs, node.source, "B", {})
+        node.outs[0].node = made
+        where.append(made)
+        return True
 
     def _amax(self, v: Value, grid: Grid, user: Node) -> Value:
         key = (id(v), grid)

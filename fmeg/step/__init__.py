@@ -1,9 +1,19 @@
 """Training steps: the loss and its gradient, the state, and the function that runs on a mesh."""
 
 from fmeg.step.finite import check_finite
-from fmeg.step.grad import value_and_grad
+from fmeg.step.grad import amax_history, value_and_grad
 from fmeg.step.jit import Jitted, Lowered, jit
 from fmeg.step.shard_map import shard_map
 from fmeg.step.state import Axes, TrainState
 
-__all__ = ["Axes", "Jitted", "Lowered", "TrainState", "check_finite", "jit", "shard_map", "value_and_grad"]
+__all__ = [
+    "Axes",
+    "Jitted",
+    "Lowered",
+    "TrainState",
+    "amax_history",
+    "check_finite",
+    "jit",
+    "shard_map",
+    "value_and_grad",
+]

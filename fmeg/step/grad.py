@@ -14,6 +14,7 @@ from fmeg.pipeline.op import Pipeline
 from fmeg.pipeline.schedule import Schedule
 from fmeg.pipeline.travel import carry_along
 from fmeg.precision import Recipe, lower_precision, mark
+from fmeg.precision.delayed import by_microbatch, history_of, pushed
 from fmeg.program import recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.gradient import active_values, differentiate
@@ -22,6 +23,7 @@ from fmeg.program.passes import ancestors
 from fmeg.program.recorder import Recorder
 from fmeg.program.structured import GRADIENT, Accumulate, SplitRows
 from fmeg.program.trace import argument_paths, record_flat, type_of
+from fmeg.sharding.array import Array
 
 LossFn = Callable[..., Any]
 CONTRACT = (
@@ -99,7 +101,9 @@ def value_and_grad(
     layout puts `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by
     FLOPs, the head counted), numbers such as (3, 3, 2), or a drawing such as "Et*3|t*3|ttL".
 
-    `precision` (see `fmeg.precision`) says which products run in FP8 or less; the loss function is as it was.
+    `precision` (see `fmeg.precision`) says which products run in FP8 or less; the loss function is as it was. With
+    delayed scaling the returned function takes `amax=` too, what earlier steps saw (see `amax_history`), and
+    `aux["amax"]` is what the next one is to be given.
 
     Eager, it is `torch.autograd.grad` over detached leaves (with `precision`, the traced program on one device); traced
     (under `fmeg.jit`), a node that is differentiated first and partitioned after. Under an outer `torch.func` transform
@@ -116,13 +120,13 @@ def value_and_grad(
     counters: dict[Any, Program | None] = {}
     jitted: list[Any] = []
 
-    def run(params: Any, batch: Any, *rest: Any) -> Any:
+    def run(params: Any, batch: Any, *rest: Any, amax: Any = None) -> Any:
         rec = recorder.active()
         _refuse_arrays(loss_fn, (params, batch, *rest))
         if rec is not None and torch._C._functorch.peek_interpreter_stack() is None:
-            return _traced(rec, loss_fn, microbatches, params, batch, rest, schedule, stages, precision)
+            return _traced(rec, loss_fn, microbatches, params, batch, rest, schedule, stages, precision, amax)
         if precision is not None:
-            return _programmed(run, jitted, loss_fn, params, batch, rest)
+            return _programmed(run, jitted, loss_fn, params, batch, rest, amax)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return _transformed(loss_fn, microbatches, params, batch, rest)
         return _eager(loss_fn, microbatches, params, batch, rest, counters)
@@ -267,7 +271,9 @@ def _transformed(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tup
     return (loss, aux), tree.unflatten(treedef, grads)
 
 
-def _programmed(run: LossFn, jitted: list[Any], loss_fn: LossFn, params: Any, batch: Any, rest: tuple) -> Any:
+def _programmed(
+    run: LossFn, jitted: list[Any], loss_fn: LossFn, params: Any, batch: Any, rest: tuple, amax: Any
+) -> Any:
     """The traced program on one device: what low precision means is said of a Program."""
     from fmeg.step.jit import jit
 
@@ -277,8 +283,9 @@ def _programmed(run: LossFn, jitted: list[Any], loss_fn: LossFn, params: Any, ba
             "under a torch.func transform leave `precision` out"
         )
     if not jitted:
-        jitted.append(jit(run))
-    return tree.map(lambda x: x.global_value() if hasattr(x, "global_value") else x, jitted[0](params, batch, *rest))
+        jitted.append(jit(lambda params, amax, batch, *rest: run(params, batch, *rest, amax=amax)))
+    out = jitted[0](params, amax, batch, *rest)
+    return tree.map(lambda x: x.global_value() if isinstance(x, Array) else x, out)
 
 
 # -- traced -----------------------------------------------------------------------------------------------------------
@@ -340,6 +347,7 @@ def _traced(
     schedule: str | Schedule | None,
     stages: str | Sequence[int],
     precision: Recipe | None,
+    amax: dict[str, torch.Tensor] | None,
 ) -> Any:
     name = _name(loss_fn)
     _rows(batch, steps, name)
@@ -351,14 +359,22 @@ def _traced(
     with rec.pause():
         sample = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, TensorType) else x, part)
     program, info = _loss_program(rec, loss_fn, params, sample, rest)
+    history: dict[str, torch.Tensor] = {}
     if precision is not None:
-        paths = [p for p, x in zip(tree.paths(params), p_leaves, strict=True) if isinstance(x, torch.Tensor)]
-        program = mark(program, precision, paths)
+        program, sites = mark(program, precision, _tensor_paths(params))
+        history = history_of(sites, program.inputs[len(program.inputs) - len(sites) :], precision.history, amax)
+    if history and schedule is not None:
+        raise TraceError(
+            f"value_and_grad({name}): delayed scaling does not run in a pipeline; take another recipe, or leave "
+            "`schedule` out"
+        )
     n = info["n"]
     split = [steps > 1 and x.ndim > 0 for x in b_leaves]
     b_values = [_split_rows(rec, x, steps) if s else rec.value(x) for x, s in zip(b_leaves, split, strict=True)]
-    args = [*map(rec.value, p_tensors), *b_values, *map(rec.value, r_leaves), *map(rec.value, info["captured"])]
-    batched = (*(False for _ in p_tensors), *split, *(False for _ in [*r_leaves, *info["captured"]]))
+    known = [h.amax(-1) for h in history.values()]
+    others = [*r_leaves, *info["captured"], *known]
+    args = [*map(rec.value, p_tensors), *b_values, *map(rec.value, others)]
+    batched = (*(False for _ in p_tensors), *split, *(False for _ in others))
 
     counter = _count_program(program, len(p_tensors), name, n)
     counts = _emit(rec, Accumulate(counter, steps, batched), args, [v.type for v in counter.outputs])
@@ -367,7 +383,8 @@ def _traced(
     sums_only = Program(
         program.inputs, program.nodes, (*program.outputs[:n], *program.outputs[2 * n :]), program.names, program.name
     )
-    wrt = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
+    floats = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
+    wrt = [*floats, *range(len(args) - len(known), len(args))]
     if schedule is not None:
         sums_only = carry_along(sums_only, range(len(p_tensors)))
     uses: list[int] = []
@@ -376,12 +393,17 @@ def _traced(
         joint = lower_precision(joint)
     n_aux = len(sums_only.outputs) - n
     everywhere = (*batched, *(False for _ in inverse))
+    args += map(rec.value, inverse)
+    if known and steps > 1:
+        joint = by_microbatch(joint, [n + n_aux + i for i, k in enumerate(uses) if k >= len(floats)], steps)
+        args.append(rec.value(torch.eye(steps)))
+        everywhere = (*everywhere, True)
     owners = {n + n_aux + i: wrt[k] for i, k in enumerate(uses)}
     if schedule is None:
         op = Accumulate(joint, steps, everywhere, owners)
     else:
         op = Pipeline(joint, steps, everywhere, owners, schedule=schedule, stages=stages)
-    outs = _emit(rec, op, [*args, *map(rec.value, inverse)], [v.type for v in joint.outputs])
+    outs = _emit(rec, op, args, [v.type for v in joint.outputs])
     loss = tree.sum([s * i for s, i in zip(outs[:n], inverse, strict=True)])
     aux = tree.unflatten(info["aux_tree"], outs[n : n + n_aux])
     by_use = list(zip(uses, outs[n + n_aux :], strict=True))
@@ -389,12 +411,36 @@ def _traced(
         totals = [tree.sum([g for k, g in by_use if k == j]) for j in range(len(wrt))]
         whole = [
             _emit(rec, GRADIENT, [rec.value(g), rec.value(p_tensors[i])], [TensorType.of(g)])[0]
-            for i, g in zip(wrt, totals, strict=True)
+            for i, g in zip(floats, totals, strict=False)
         ]
-    by_index = dict(zip(wrt, whole, strict=True))
+    if history:
+        seen = [s.amax(0) if steps > 1 else s for s in totals[len(floats) :]]
+        aux["amax"] = {site: pushed(h, s) for (site, h), s in zip(history.items(), seen, strict=True)}
+    by_index = dict(zip(floats, whole, strict=True))
     it = iter(range(len(p_tensors)))
     grads = [by_index.get(next(it)) if isinstance(p, torch.Tensor) else None for p in p_leaves]
     return (loss, {"count": counts[0], **aux}), tree.unflatten(p_tree, grads)
+
+
+def _tensor_paths(params: Any) -> list[str]:
+    return [p for p, x in zip(tree.paths(params), tree.leaves(params), strict=True) if type_of(x) is not None]
+
+
+def amax_history(loss_fn: LossFn, precision: Recipe, params: Any, batch: Any, *rest: Any) -> dict[str, torch.Tensor]:
+    """What delayed scaling knows before the first step: nothing (zeros, and so scales of 1), by site.
+
+    The function that `value_and_grad(loss_fn, precision=fp8("delayed"))` returns takes it as `amax=`, and returns what
+    it is afterwards as `aux["amax"]`. Arguments are those of that function.
+
+    >>> from fmeg import einsum, precision
+    >>> loss = lambda p, x: (einsum("b d, d f -> b f", x, p["layers"]).sum(), 1)
+    >>> h = amax_history(loss, precision.fp8("delayed", history=4), {"layers": torch.ones(8, 8)}, torch.ones(2, 8))
+    >>> {site: tuple(x.shape) for site, x in h.items()}
+    {'layers': (3, 4)}
+    """
+    program, _ = _loss_program(None, loss_fn, params, batch, rest)
+    program, sites = mark(program, precision, _tensor_paths(params))
+    return history_of(sites, program.inputs[len(program.inputs) - len(sites) :], precision.history, None)
 
 
 def _row_type(x: Any, steps: int) -> Any:
