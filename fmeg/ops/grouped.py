@@ -54,6 +54,10 @@ def _loop(x: Tensor, w: Tensor, ends: Tensor, transposed: bool = False) -> Tenso
 def _product(x: Tensor, w: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     if transformed():
         return _dense(x, w, ends, transposed)
+    if x.is_cuda and x.dtype != torch.float64:
+        from fmeg.kernels import grouped
+
+        return grouped.grouped_matmul(x, w, ends, transposed)
     return _loop(x, w, ends, transposed)
 
 
@@ -75,6 +79,10 @@ def _loop_dw(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 def _product_dw(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     if transformed():
         return _dense_dw(x, y, ends)
+    if x.is_cuda and x.dtype != torch.float64:
+        from fmeg.kernels import grouped
+
+        return grouped.grouped_matmul_dw(x, y, ends)
     return _loop_dw(x, y, ends)
 
 

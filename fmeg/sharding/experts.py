@@ -126,6 +126,7 @@ class Opaque:
 
 def partition(part: Partitioner, node: Node) -> None:
     """Partition a node whose op is a `Routed` primitive."""
+    part.tags = {**part.tags, "opaque": True}
     if not part.ctx.sizes:
         part._whole(node)
     else:

@@ -291,6 +291,8 @@ class Partitioner:
         if self._is_lazy(rule, originals):
             return self._lazy(node, rule, originals)
         ragged, rows = rows_of(node, rule, originals)
+        if ragged is not None:
+            self.tags = {**self.tags, "opaque": True}
         locals_ = [
             self._operand(p, q, t, r) for p, q, t, r in zip(originals, operands, sol.targets, sol.reasons, strict=True)
         ]
