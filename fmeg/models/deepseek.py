@@ -385,7 +385,7 @@ def flops_per_token(cfg: Config, seq: int) -> float:
         q = cfg.q_latent * (cfg.embed + cfg.heads * qk)
     kv = cfg.embed * (cfg.kv_latent + cfg.rope_dim) + cfg.kv_latent * cfg.heads * (cfg.nope_dim + cfg.v_dim)
     attn = q + kv + cfg.heads * cfg.v_dim * cfg.embed + visible(seq, None) * cfg.heads * (qk + cfg.v_dim)
-    moe, top = attn + mixture.active(cfg, cfg.embed), cfg.vocab_size * cfg.embed
+    moe, top = attn + mixture.active(cfg), cfg.vocab_size * cfg.embed
     total = cfg.dense_layers * (attn + 3 * cfg.embed * cfg.ff) + cfg.layers * moe + top
     return 6 * (total + cfg.mtp_layers * (moe + 2 * cfg.embed**2 + top))
 

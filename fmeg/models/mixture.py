@@ -4,7 +4,7 @@
 
 Each expert is a SwiGLU. Tokens go to the experts from where they lie: with the residual stream sharded along the
 sequence nothing is gathered first. The layout says where experts live: `experts=` any mesh axes, `expert_ff=` within
-an expert, `shared_ff=` within the shared one.
+an expert, `shared_ff=` within the shared one; `params=dict(expert_embed=…)` is ZeRO-3 for experts.
 
 Sources: Mixtral, arXiv:2401.04088; DeepSeekMoE, arXiv:2401.06066 (shared experts).
 """
@@ -33,6 +33,8 @@ class Sizes(Protocol):
     router_bias   scores are biased for the choice of experts: see `update_bias`
     """
 
+    @property
+    def embed(self) -> int: ...
     @property
     def experts(self) -> int: ...
     @property
@@ -67,9 +69,13 @@ MIXTRAL = QWEN | dict(
 
 
 def axis_sizes(cfg: Sizes) -> dict[str, int]:
-    """Sizes of the logical axes of `parameters`: `routes` are the router's experts, of which every rank has all."""
+    """Sizes of the logical axes of `parameters`.
+
+    `routes` are the router's experts, of which every rank has all. `expert_embed` is the experts' `embed`, so that they
+    may rest on other axes than the rest: experts="dp" and params=dict(embed="dp") go together.
+    """
     same = ("experts", "expert_ff", "shared_ff")
-    return {"routes": cfg.experts, **{a: getattr(cfg, a) for a in same}}
+    return {"routes": cfg.experts, "expert_embed": cfg.embed, **{a: getattr(cfg, a) for a in same}}
 
 
 def parameters(
@@ -87,9 +93,9 @@ def parameters(
 
     rows = {
         "router": row("embed routes", std, names["router"], "routes embed"),
-        "w_gate": row("experts embed expert_ff", std, names["gate"], "expert_ff embed"),
-        "w_up": row("experts embed expert_ff", std, names["up"], "expert_ff embed"),
-        "w_down": row("experts expert_ff embed", out, names["down"], "embed expert_ff"),
+        "w_gate": row("experts expert_embed expert_ff", std, names["gate"], "expert_ff expert_embed"),
+        "w_up": row("experts expert_embed expert_ff", std, names["up"], "expert_ff expert_embed"),
+        "w_down": row("experts expert_ff expert_embed", out, names["down"], "expert_embed expert_ff"),
     }
     if cfg.router_bias:
         rows["router_bias"] = row("routes", "zeros", names["bias"])
@@ -105,9 +111,9 @@ def parameters(
     return rows
 
 
-def active(cfg: Sizes, embed: int) -> int:
+def active(cfg: Sizes) -> int:
     """Parameters of matrices that a token meets in one layer."""
-    return embed * (cfg.experts + 3 * (cfg.router.top_k * cfg.expert_ff + cfg.shared_ff))
+    return cfg.embed * (cfg.experts + 3 * (cfg.router.top_k * cfg.expert_ff + cfg.shared_ff))
 
 
 def cast_layer(p: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -128,7 +128,7 @@ def logical_axes(cfg: Config) -> dict[str, Any]:
 
     >>> from fmeg.models import presets
     >>> logical_axes(presets.get("tiny-moe"))["layers"]["w_down"]
-    'layers experts expert_ff embed'
+    'layers experts expert_ff expert_embed'
     """
     return axes_of(parameters(cfg))
 
@@ -240,7 +240,7 @@ def flops_per_token(cfg: Config, seq: int) -> float:
     """
     attn = cfg.embed * cfg.head_dim * ((3 if cfg.attn_gate else 2) * cfg.heads + 2 * cfg.kv_heads)
     core = 2 * visible(seq, cfg.window) * cfg.heads * cfg.head_dim
-    return 6 * (cfg.layers * (attn + core + mixture.active(cfg, cfg.embed)) + cfg.vocab_size * cfg.embed)
+    return 6 * (cfg.layers * (attn + core + mixture.active(cfg)) + cfg.vocab_size * cfg.embed)
 
 
 HF_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")

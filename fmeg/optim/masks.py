@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmeg import tree
 from fmeg.optim.base import Optimizer
-from fmeg.optim.matrix import matrices, parse_matrix
+from fmeg.optim.matrix import BATCH, JOIN, matrices, parse_matrix
 from fmeg.optim.rules import Rule, resolve
 
 
@@ -80,18 +80,18 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Rule) -> Optimizer:
 
 
 def decay_matrices(path: str, leaf: Tensor) -> bool:
-    """Weight decay rule by path: True for leaves with two dimensions or more, a stacked `layers` dimension not counted.
+    """Weight decay rule by path: True for leaves with two dimensions or more, that of a stack of layers not counted.
+
+    Stacks are what lies below a name that ends in `layers`.
 
     >>> import torch
     >>> decay_matrices("layers.w1", torch.ones(2, 3, 4)), decay_matrices("layers.norm", torch.ones(2, 3))
     (True, False)
     """
-    return leaf.ndim - ("layers" in path.split(".")) >= 2
+    return leaf.ndim - any(name.endswith("layers") for name in path.split(".")) >= 2
 
 
-def decay_by_axes(
-    axes: Any, batch: tuple[str, ...] = ("layers", "experts"), join: tuple[str, ...] = ("head_dim",)
-) -> Any:
+def decay_by_axes(axes: Any, batch: tuple[str, ...] = BATCH, join: tuple[str, ...] = JOIN) -> Any:
     """Weight decay mask from logical axes: True for matrices, False for vectors (norms and biases, stacked or not).
 
     >>> decay_by_axes({"wq": "layers embed heads head_dim", "bq": "layers heads head_dim", "norm": "layers embed"})

@@ -73,10 +73,14 @@ def parse_matrix(spec: str) -> Matrix:
     return Matrix(tuple(batch), rows, cols)
 
 
+BATCH = ("layers", "dense_layers", "mtp_layers", "experts")
+JOIN = ("head_dim", "qk_dim", "nope_dim", "v_dim")
+
+
 def matrices(
     axes: Any,
-    batch: tuple[str, ...] = ("layers", "experts"),
-    join: tuple[str, ...] = ("head_dim",),
+    batch: tuple[str, ...] = BATCH,
+    join: tuple[str, ...] = JOIN,
     skip: tuple[str, ...] = ("vocab", "positions"),
 ) -> Any:
     """Matrix specifications from logical axes.
