@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fmeg.kernels import attention as kernels
 from fmeg.ops import attention_cp
-from fmeg.ops._common import check_float, check_shape, differentiated
+from fmeg.ops._common import check_float, check_shape, differentiated, transformed
 from fmeg.ops._eager import Eager
 from fmeg.ops.attention_math import (
     Grads,
@@ -34,17 +35,37 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tupl
     return math_forward(q, k, v, _masking(masks, options))
 
 
+def _device_kernel(q: Tensor, k: Tensor, v: Tensor, m: Masking) -> str | None:
+    """The CUDA kernel that computes it, if there is one."""
+    if transformed():
+        return None
+    return kernels.kernel(q, k, v, causal=m.causal, window=m.window, shift=m.shift, segments=m.segments is not None)
+
+
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    m = _masking(masks, options)
+    found = _device_kernel(q, k, v, m)
+    if found == "cudnn":
+        return kernels.cudnn_forward(q, k, v, m.causal, m.scale)
+    if found == "flash":
+        return kernels.flash_forward(q, k, v, m.causal, m.window, m.scale)
     run = cpu_forward if fits_cpu_kernel(q, k, v) else math_forward
-    return run(q, k, v, _masking(masks, options))
+    return run(q, k, v, m)
 
 
 def _reference_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, *masks: Any, **options: Any
 ) -> Grads:
-    quick = fits_cpu_kernel(q, k, v) and not differentiated(q, k, v, o, lse, do)
-    run = cpu_backward if quick else math_backward
-    return run(q, k, v, o, lse, do, _masking(masks, options))
+    m = _masking(masks, options)
+    if differentiated(q, k, v, o, lse, do):
+        return math_backward(q, k, v, o, lse, do, m)
+    found = _device_kernel(q, k, v, m)
+    if found == "cudnn":
+        return kernels.cudnn_backward(q, k, v, o, lse, do, m.causal, m.scale)
+    if found == "flash":
+        return kernels.flash_backward(q, k, v, o, lse, do, m.causal, m.window, m.scale)
+    run = cpu_backward if fits_cpu_kernel(q, k, v) else math_backward
+    return run(q, k, v, o, lse, do, m)
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor | None, ...]:

@@ -7,21 +7,28 @@ gives what `torch.einsum` gives, at half the overhead, and the gradient of a pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
+from fmeg.kernels.rows import mm_into
+
+HALF = (torch.bfloat16, torch.float16)
 Names = tuple[str, ...]
 Shape = tuple[int, ...]
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def product(a: Names, b: Names, out: Names, shape_a: Shape, shape_b: Shape) -> Product | None:
+def product(
+    a: Names, b: Names, out: Names, shape_a: Shape, shape_b: Shape, dtype: torch.dtype | None = None
+) -> Product | None:
     """The function that contracts tensors of these dimensions and shapes; None if it is no matrix product.
 
     That is, if nothing is contracted, or a dimension of one operand alone is summed. Operands become [batch, m, k] and
-    [batch, k, n]; they change places when that lets the result lie in memory as it is asked for.
+    [batch, k, n]; they change places when that lets the result lie in memory as it is asked for. `dtype`: of sums and
+    result, if wider than the operands'.
 
     >>> f = product(("b", "s", "d"), ("d", "f"), ("b", "s", "f"), (2, 3, 4), (4, 5))
     >>> f(torch.ones(2, 3, 4), torch.ones(4, 5)).shape
@@ -45,11 +52,64 @@ def product(a: Names, b: Names, out: Names, shape_a: Shape, shape_b: Shape) -> P
     )
     made = tuple(sizes[x] for x in (*batch, *m, *n))
     finish = _finished(tuple(out), [*batch, *m, *n], made, len(m) == len(n) == 1 >= len(batch))
-    matmul = torch.bmm if batch else torch.mm
+    matmul: Product = torch.bmm if batch else torch.mm
+    if dtype is not None:
+        matmul = partial(_wide, matmul, dtype)
 
     if swap:
         return lambda x, y: finish(matmul(left(y), right(x)))
     return lambda x, y: finish(matmul(left(x), right(y)))
+
+
+def product_into(
+    a: Names, b: Names, out: Names, shape_a: Shape, shape_b: Shape
+) -> Callable[[Tensor, Tensor, Tensor, bool], None] | None:
+    """As `product`, into memory that is given: f(result, x, y, add) writes x·y, or adds it, summed in result's dtype.
+
+    None where the result would have to be rearranged, or is a batch of products.
+
+    >>> f = product_into(("s", "d"), ("s", "f"), ("d", "f"), (3, 2), (3, 5))
+    >>> total = torch.ones(2, 5)
+    >>> f(total, torch.ones(3, 2), torch.ones(3, 5), True)
+    >>> total[0, 0]
+    tensor(4.)
+    """
+    contracted = [x for x in a if x in b and x not in out]
+    m, n = ([x for x in names if x in out] for names in (a, b))
+    if product(a, b, out, shape_a, shape_b) is None or any(x in b for x in m):
+        return None
+    swap = out[:1] == tuple(n[:1])
+    if swap:
+        a, b, m, n, shape_a, shape_b = b, a, n, m, shape_b, shape_a
+    if list(out) != [*m, *n]:
+        return None
+    sizes = dict(zip((*a, *b), (*shape_a, *shape_b), strict=True))
+    rows, depth, columns = (prod(sizes[x] for x in names) for names in (m, contracted, n))
+    left, right = (
+        _arranged(a, [*m, *contracted], (rows, depth), False),
+        _arranged(b, [*contracted, *n], (depth, columns), False),
+    )
+
+    def run(result: Tensor, x: Tensor, y: Tensor, add: bool) -> None:
+        x, y = (y, x) if swap else (x, y)
+        x, y = left(x).reshape(rows, depth), right(y).reshape(depth, columns)
+        if result.device.type == "cuda" and x.dtype in HALF and result.dtype == torch.float32:
+            mm_into(result, x, y, add)
+            return
+        made = _wide(torch.mm, result.dtype, x, y).view(result.shape)
+        if add:
+            result.add_(made)
+        else:
+            result.copy_(made)
+
+    return run
+
+
+def _wide(matmul: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:
+    """Summed and returned in `dtype`: by the kernel itself on CUDA."""
+    if x.device.type == "cuda" and x.dtype in HALF:
+        return matmul(x, y, out_dtype=dtype)
+    return matmul(x.to(dtype), y.to(dtype))
 
 
 def _order(wanted: list[str], have: Names) -> tuple[int, ...] | None:

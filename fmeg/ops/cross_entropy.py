@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fmeg.kernels import rows
 from fmeg.ops._common import check_float, check_shape, differentiated, elements, row_names, wide
 from fmeg.ops._eager import Eager
 from fmeg.program.ir import Node
@@ -61,6 +62,17 @@ def _kernel_bwd(
     if not isinstance(offset, int) or offset + n > vocab:
         dx.masked_fill_(torch.arange(n, device=logits.device) + offset >= vocab, 0.0)
     return dx.to(logits.dtype)
+
+
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, ct: Tensor, *, z_loss: float, label_smoothing: float, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and its gradient times `ct`, which may lie where the logits lay: they are given up."""
+    if rows.fits(logits) and logits.is_contiguous():
+        return rows.cross_entropy_into(logits, targets, ct, vocab, z_loss, label_smoothing), logits
+    options: dict[str, Any] = dict(z_loss=z_loss, label_smoothing=label_smoothing, vocab=vocab)
+    loss, lse = _plain(logits, targets, **options)
+    return loss, _kernel_bwd(logits, targets, lse, ct, 0, **options)
 
 
 def _plain_bwd(
@@ -117,14 +129,14 @@ def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, No
 
 def _rule(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
-    rows = row_names(len(shapes[1]))
-    return rule(f"{rows} v, {rows} -> {rows}, {rows}", shapes, resolved=frozenset("v"), local=_local)
+    names = row_names(len(shapes[1]))
+    return rule(f"{names} v, {names} -> {names}, {names}", shapes, resolved=frozenset("v"), local=_local)
 
 
 def _rule_bwd(node: Node) -> Rule:
     shapes = [v.shape for v in node.operands()]
-    rows = row_names(len(shapes[1]))
-    return rule(f"{rows} v, {rows}, {rows}, {rows} -> {rows} v", shapes, linear=frozenset({3}), local=_local_bwd)
+    names = row_names(len(shapes[1]))
+    return rule(f"{names} v, {names}, {names}, {names} -> {names} v", shapes, linear=frozenset({3}), local=_local_bwd)
 
 
 cross_entropy_p = Primitive(

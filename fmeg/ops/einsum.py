@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmeg.ops._eager import Eager
-from fmeg.ops.contract import product
+from fmeg.ops.contract import product, product_into
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule
@@ -83,15 +83,25 @@ def _sizes(equation: str, *shapes: tuple[int, ...]) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _contraction(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
-    """What computes the equation for operands of these shapes."""
+def _contraction(equation: str, dtype: torch.dtype | None, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
+    """What computes the equation for operands of these shapes; `dtype`: of the result, if not that of the operands."""
     ins, out = parse_equation(equation)
-    made = product(*ins, out, *shapes) if len(ins) == 2 else None
-    return partial(torch.einsum, _letters(equation)) if made is None else made
+    made = product(ins[0], ins[1], out, shapes[0], shapes[1], dtype) if len(ins) == 2 else None
+    if made is not None:
+        return made
+    plain = partial(torch.einsum, _letters(equation))
+    return plain if dtype is None else lambda *operands: plain(*(x.to(dtype) for x in operands))
 
 
-def _plain(equation: str, *operands: Tensor) -> Tensor:
-    return _contraction(equation, *[x.shape for x in operands])(*operands)
+def _plain(equation: str, *operands: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return _contraction(equation, dtype, *[x.shape for x in operands])(*operands)
+
+
+@lru_cache(maxsize=4096)
+def einsum_into(equation: str, *shapes: tuple[int, ...]) -> Callable[[Tensor, Tensor, Tensor, bool], None] | None:
+    """What writes a product of two operands of these shapes into given memory (see `contract.product_into`)."""
+    ins, out = parse_equation(equation)
+    return product_into(ins[0], ins[1], out, shapes[0], shapes[1]) if len(ins) == 2 else None
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fmeg.ops._common import check_float, check_shape, elements, row_names, wide
+from fmeg.kernels import rows
+from fmeg.ops._common import check_float, check_shape, differentiated, elements, row_names, wide
 from fmeg.ops._eager import Eager
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
@@ -21,6 +22,9 @@ def _plain(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
 
 def _reference_bwd(x: Tensor, w: Tensor | None, ct: Tensor, eps: float) -> Tensor | tuple[Tensor, Tensor]:
     """dx = r (g - y mean(g y)) with y = r x and g = w ct; dw = Σ_rows ct y."""
+    if rows.fits(x, x.shape[-1]) and not differentiated(x, ct, *(() if w is None else (w,))):
+        dx, dw = rows.rms_norm_backward(x, w, ct, None, eps)
+        return dx if w is None else (dx, dw)
     h, g = wide(x), wide(ct)
     r = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
     gw = g if w is None else g * w.to(g.dtype)

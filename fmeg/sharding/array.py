@@ -42,6 +42,7 @@ class Array:
     order       where dimension 0 is stored in another order (layers by pipeline stage): the global index of each stored
                 row,
                 -1 for padding
+    own         whether nothing else is known to refer to this memory: a step that is given it may write there
 
     An Array is a leaf of a pytree. It does no arithmetic: pass it to a jitted function, or take its `global_value`.
 
@@ -52,7 +53,7 @@ class Array:
     Shard(rank=3, index=(slice(2, 4, None),), data=tensor([2., 3.]))
     """
 
-    __slots__ = ("__weakref__", "_taker", "_value", "dtype", "mesh", "order", "shape", "spec")
+    __slots__ = ("__weakref__", "_taker", "_value", "dtype", "mesh", "order", "own", "shape", "spec")
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Array:
         spec: Sequence[Entry],
         mesh: Mesh,
         order: tuple[int, ...] | None = None,
+        own: bool = False,
     ) -> None:
         self._value = value
         self._taker = ""
@@ -70,6 +72,7 @@ class Array:
         self.spec = _normal(spec, len(self.shape))
         self.mesh = mesh
         self.order = order
+        self.own = own
 
     @property
     def value(self) -> Any:

@@ -34,7 +34,8 @@ class Stack:
             self.buffer = b.call(_empty, (value, self.length))
         elif b.varies(value) | b.varies(self.buffer) != b.varies(self.buffer):
             self.buffer = b.call(_widened, (value, self.buffer))
-        b.call(_write, (self.buffer, value, i))
+        if not (b.plain and value.data_ptr() == self.buffer[i].data_ptr()):  # it may have been made there
+            b.call(_write, (self.buffer, value, i))
 
     def result(self) -> Any:
         return self.buffer

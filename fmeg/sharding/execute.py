@@ -5,8 +5,9 @@ Values are dropped after their last use. Loops write what they stack, and add wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -21,11 +22,14 @@ from fmeg.ops.collectives import (
     Collective,
 )
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
+from fmeg.sharding import compiled, segment
 from fmeg.sharding.buffers import Stack, Sum
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import LOCAL_SLICE
-from fmeg.sharding.segment import Chunk, as_function, by_variation, in_place
+from fmeg.sharding.segment import NOTHING, Chunk, as_function, by_variation
 
+Mode = Literal["eager", "inductor"]
+MODES: tuple[Mode, ...] = ("eager", "inductor")
 Step = Callable[[list[Any]], None]
 _LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
 
@@ -36,9 +40,18 @@ class Executable:
     `run` is the same for a list that the caller gives up: it is emptied, and values are dropped after their last use.
     """
 
-    def __init__(self, program: Program, backend: Any, bodies: dict[int, Executable] | None = None) -> None:
-        """`bodies`: compiled bodies by their Program's id, for several Programs that share them."""
-        self.backend, self.name = backend, program.name
+    def __init__(
+        self,
+        program: Program,
+        backend: Any,
+        bodies: dict[int, Executable] | None = None,
+        mode: Mode = "eager",
+        into: Mapping[int, int] = NOTHING,
+    ) -> None:
+        """`bodies`: compiled bodies by their Program's id, for several Programs that share them. `mode`: whether runs
+        of compute nodes are Python, or compiled by Inductor. `into`: results, by number, that compiled code may write
+        into the memory of an input, by number, whose last reader is in the same run."""
+        self.backend, self.name, self.mode = backend, program.name, mode
         self.bodies: dict[int, Executable] = {} if bodies is None else bodies
         self.slots: dict[int, int] = {}
         for v in program.inputs:
@@ -50,6 +63,7 @@ class Executable:
                 self._slot(v)
         self.outputs = [(True, self._slot(o)) if isinstance(o, Value) else (False, o) for o in program.outputs]
         kept = {slot for is_slot, slot in self.outputs if is_slot}
+        self.into = {self.outputs[o][1]: i for o, i in into.items() if self.outputs[o][0]}
         dying, unused = self._deaths(groups, kept)
         self.unused = tuple(s for s in range(self.n_inputs) if s in unused)
         self.steps: list[Step] = [self._step(g, d) for g, d in zip(groups, dying, strict=True)]
@@ -63,6 +77,9 @@ class Executable:
         for i, g in enumerate(groups):
             for n in g:
                 last.update(dict.fromkeys((self.slots[id(v)] for v in (*n.operands(), *n.outs)), i))
+        made = {self.slots[id(v)]: i for i, g in enumerate(groups) if not _alone(g[0]) for n in g for v in n.outs}
+        self.into = {o: i for o, i in self.into.items() if o in made and last.get(i, 0) <= made[o]}
+        last.update((i, made[o]) for o, i in self.into.items())
         dying: list[set[int]] = [set() for _ in groups]
         for slot, i in last.items():
             if slot not in kept:
@@ -96,17 +113,30 @@ class Executable:
         if hasattr(op, "build"):
             return self._built(group[0], op, dying)
         if self.backend.plain:
-            return in_place(group, self.slots, dying, self.backend.device, f"fmeg/{self.name}")
+            where = (group, self.slots, dying, self.backend.device, f"fmeg/{self.name}")
+            if self.mode == "eager" or _opaque(group[0]):
+                return segment.in_place(*where)
+            made = {self.slots[id(v)] for n in group for v in n.outs}
+            return compiled.in_place(*where, {o: i for o, i in self.into.items() if o in made})
         return self._segment(group, dying)
 
     def _body(self, program: Program) -> Executable:
         if id(program) not in self.bodies:
-            self.bodies[id(program)] = Executable(program, self.backend, self.bodies)
+            self.bodies[id(program)] = Executable(program, self.backend, self.bodies, self.mode)
+        return self.bodies[id(program)]
+
+    def _writing(self, program: Program, first: int, n: int) -> Executable:
+        """The body with `n` more inputs, memory into which its results from `first` on may be written."""
+        if id(program) not in self.bodies:
+            memory = tuple(Value(v.type) for v in program.outputs[first : first + n])
+            wider = replace(program, inputs=(*program.inputs, *memory))
+            into = {first + k: len(program.inputs) + k for k in range(n)}
+            self.bodies[id(program)] = Executable(wider, self.backend, self.bodies, self.mode, into)
         return self.bodies[id(program)]
 
     def _built(self, node: Node, op: Any, dying: set[int]) -> Step:
         """An operation that brings its own way to run."""
-        fn, read, outs = op.build(self.backend), self._reader(node.args, dying), self._outs(node)
+        fn, read, outs = op.build(self.backend, self.mode), self._reader(node.args, dying), self._outs(node)
 
         def run(env: list[Any]) -> None:
             _store(env, outs, fn(read(env)))
@@ -217,8 +247,10 @@ class Executable:
         return run
 
     def _scan_backward(self, node: Node, op: LocalScanBackward, dying: set[int]) -> Step:
-        b, body, read, outs = self.backend, self._body(op.body), self._reader(node.args, dying), self._outs(node)
+        b, read, outs = self.backend, self._reader(node.args, dying), self._outs(node)
         n_c, n_x, n_sums = op.n_carry, op.n_ct_xs, len(op.body.outputs) - op.n_carry - op.n_ct_xs
+        direct = self.mode != "eager" and b.plain
+        body = self._writing(op.body, n_c, n_x) if direct else self._body(op.body)
 
         def run(env: list[Any]) -> None:
             ct_carries, ct_ys, handle, xs, consts = read(env)
@@ -227,9 +259,14 @@ class Executable:
             y_slices = [b.call(torch.unbind, (y,), {}) for y in ct_ys]
             x_slices = [b.call(torch.unbind, (x,), {}) for x in xs]
             stacks = [Stack(b, op.length) for _ in range(n_x)]
+            if direct:
+                for s, v in zip(stacks, op.body.outputs[n_c : n_c + n_x], strict=True):
+                    s.buffer = torch.empty((op.length, *v.type.shape), dtype=v.type.dtype, device=b.device)
             sums = [Sum(b) for _ in range(n_sums)]
             for i in reversed(range(op.length)):
                 inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
+                if direct:
+                    inputs += [s.buffer[i] for s in stacks]
                 cts.clear()
                 got = body.run(inputs)
                 cts = got[:n_c]
@@ -266,15 +303,25 @@ def _grouped(nodes: Sequence[Node]) -> list[list[Node]]:
     groups: list[list[Node]] = [[n] for n in nodes if n.op is AXIS_INDEX]
     open_run = False
     for n in nodes:
-        alone = isinstance(n.op, (Collective, *_LOOPS)) or hasattr(n.op, "build")
+        alone = _alone(n)
         if n.op is AXIS_INDEX:
             continue
-        if alone or not open_run:
+        if alone or not open_run or _opaque(n) != _opaque(groups[-1][0]):
             groups.append([n])
         else:
             groups[-1].append(n)
         open_run = not alone
     return groups
+
+
+def _opaque(node: Node) -> bool:
+    """Whether its shapes, or what it does, depend on data: it runs as it is written and is not compiled."""
+    return "opaque" in node.tags
+
+
+def _alone(node: Node) -> bool:
+    """Whether a node is a step of its own: a collective, a loop, or what brings its own way to run."""
+    return isinstance(node.op, (Collective, *_LOOPS)) or hasattr(node.op, "build")
 
 
 def _store(env: list[Any], slots: Sequence[int], values: Sequence[Any]) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from fmeg.ops.einsum import einsum_into, einsum_p
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Value, values_in
 from fmeg.sharding.lowering import lowering, returns_sequence
@@ -23,6 +25,7 @@ from fmeg.sharding.reuse import IN_PLACE, writers
 
 Slots = Mapping[int, int]  # id of a value -> its place in the environment
 Run = Callable[[list[Any]], Any]
+NOTHING: Slots = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ class _Source:
         if last:
             self.lines.append(f"    del {', '.join(f'v{s}' for s in last)}")
 
+    def product(self, node: Node, fn: Callable[..., None], into: Slots) -> None:
+        """The line that writes a product into given memory."""
+        operands = ", ".join(self.local(v) for v in node.operands())
+        target = into[self.slots[id(node.outs[0])]]
+        self.lines.append(f"    {self.constant(fn, 'f')}(v{target}, {operands}, False)  # {node.source}")
+
     def compile(self, function: str) -> Run:
         exec(compile(self.get_source(self.name), self.name, "exec"), self.scope)
         return self.scope[function]
@@ -127,22 +136,53 @@ def in_place(nodes: Sequence[Node], slots: Slots, dying: set[int], device: torch
     return src.compile("run")
 
 
-def as_function(nodes: Sequence[Node], slots: Slots, needed: set[int], device: torch.device, name: str) -> Chunk:
-    """The nodes as a function from the values that they use to those of its values that are `needed` afterwards."""
+def as_function(
+    nodes: Sequence[Node],
+    slots: Slots,
+    needed: set[int],
+    device: torch.device,
+    name: str,
+    reuse: bool = True,
+    into: Mapping[int, int] = NOTHING,
+) -> Chunk:
+    """The nodes as a function from the values that they use to those of its values that are `needed` afterwards.
+
+    `reuse`: operations may write into the memory of values that are not needed any more. `into`: results, by slot, that
+    are copied at the end into the memory of a value that is given up.
+    """
     made = [slots[id(v)] for n in nodes for v in n.outs]
     inside = set(made)
     used = dict.fromkeys(slots[id(v)] for n in nodes for v in n.operands())
+    used.update((s, None) for o, s in into.items() if o in inside)
     ins = tuple(s for s in used if s not in inside)
     outs = tuple(s for s in made if s in needed)
     src = _Source(name, slots, device)
     src.lines.append("def run(values):")
     if ins:
         src.lines.append(f"    {''.join(f'v{s}, ' for s in ins)}= values")
-    written = writers(nodes, {i for i, slot in slots.items() if slot in needed or slot not in inside})
+    kept = {i for i, slot in slots.items() if slot in needed or slot not in inside}
+    written = writers(nodes, kept) if reuse else set()
+    done = set()
     for node, last in zip(nodes, _last_uses(nodes, slots), strict=True):
+        direct = _product_into(node, slots, into, used)
+        if direct is not None:
+            done.add(slots[id(node.outs[0])])
+            src.product(node, direct, into)
+            continue
         src.node(node, [s for s in last if s in inside and s not in needed], id(node) in written)
-    src.lines.append(f"    return ({''.join(f'v{s}, ' for s in outs)})")
+    src.lines += [f"    v{into[s]}.copy_(v{s})" for s in outs if s in into and s not in done]
+    src.lines.append(f"    return ({''.join(f'v{into.get(s, s)}, ' for s in outs)})")
     return Chunk(src.compile("run"), ins, outs)
+
+
+def _product_into(node: Node, slots: Slots, into: Slots, used: Mapping[int, Any]) -> Callable[..., None] | None:
+    """What writes a product straight into the memory that its result is meant for, where nothing else reads it."""
+    if node.op is not einsum_p or node.kwargs.get("dtype") is not torch.float32:
+        return None
+    out = slots[id(node.outs[0])]
+    if out not in into or out in used:
+        return None
+    return einsum_into(node.args[0], *(v.shape for v in node.operands()))
 
 
 def by_variation(nodes: Sequence[Node], slots: Slots, known: Mapping[int, int]) -> list[list[Node]]:

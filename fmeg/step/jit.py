@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fmeg import tree
+from fmeg.lower import lower
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
 from fmeg.pipeline.op import Pipeline, Storage, start_early
@@ -22,7 +23,7 @@ from fmeg.program.structured import Accumulate, Gradient, SplitRows
 from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.array import Array
 from fmeg.sharding.coalesce import coalesce_where
-from fmeg.sharding.execute import Executable
+from fmeg.sharding.execute import MODES, Executable, Mode
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.spec import Layout, resolve
 from fmeg.sharding.value import Placed, Placement, Sizes, count, local_size
@@ -66,9 +67,27 @@ class Lowered:
         by_stage = self.stages is not None and layers and p.dims[:1] == ((self.stages.axis,),)
         return self.stages.order if by_stage and self.stages is not None else None
 
-    def compile(self) -> Compiled:
-        """Ready to run on the mesh's backend."""
-        return Compiled(self, Executable(start_early(self.program), self.mesh.backend()))
+    def compile(self, mode: Mode = "eager") -> Compiled:
+        """Ready to run on the mesh's backend. `mode` as in `jit`."""
+        if mode not in MODES:
+            raise ValueError(f"compile: mode must be one of {', '.join(MODES)}, given {mode!r}")
+        program, backend = start_early(self.program), self.mesh.backend()
+        if mode == "eager":
+            return Compiled(self, Executable(program, backend))
+        into = self._reused() if backend.plain else {}
+        return Compiled(self, Executable(lower(program), backend, mode=mode, into=into))
+
+    def _reused(self) -> dict[int, int]:
+        """For results, the input that is given up and has the same type and placement: the first such, in order."""
+        free: dict[Any, list[int]] = {}
+        for i, (v, p, given) in enumerate(zip(self.program.inputs, self.inputs, self.donated, strict=False)):
+            if given:
+                free.setdefault((v.type, p.dims), []).append(i)
+        found = {}
+        for o, (v, out) in enumerate(zip(self.program.outputs, self.outputs, strict=True)):
+            if out is not None and (here := free.get((v.type, out.dims))):
+                found[o] = here.pop(0)
+        return found
 
     def explain(self) -> Any:
         """Every collective: kind, axes, bytes, count, source line and reason. A table with `_repr_html_`."""
@@ -106,9 +125,13 @@ class Compiled:
             _place(x, p, low.mesh, b, low.order_of(p, layers))
             for x, p, b, layers in zip(leaves, low.inputs, low.blocks, low.layers_in, strict=True)
         ]
+        for i in self.executable.into.values():
+            if not (isinstance(leaves[i], Array) and leaves[i].own):
+                values[i] = values[i].clone()
         for x, donated in zip(leaves, low.donated, strict=False):
             if donated and isinstance(x, Array):
                 x.give(low.name)
+        shared = _storages(v for v, given in zip(values, low.donated, strict=False) if not given)
         with torch.no_grad():
             outs = self.executable.run(values)
         results = []
@@ -117,11 +140,18 @@ class Compiled:
         ):
             if placement is None:
                 results.append(got)
-            else:
-                results.append(
-                    Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, low.order_of(placement, layers))
-                )
+                continue
+            here = _storages([got])
+            own = bool(here) and not here & shared
+            shared |= here
+            order = low.order_of(placement, layers)
+            results.append(Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, order, own))
         return tree.unflatten(low.traced.out_tree, results)
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    """Where the memory of local tensors begins; nothing is known of values that are no tensors."""
+    return {v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor)}
 
 
 def _place(x: Any, p: Placement, mesh: Mesh, blocks: int, order: tuple[int, ...] | None) -> Any:
@@ -154,8 +184,9 @@ class Jitted:
         out_axes: Any,
         strict: bool,
         donate: Sequence[str],
+        mode: Mode,
     ):
-        self.fn, self.mesh, self.layout, self.strict = fn, mesh, layout, strict
+        self.fn, self.mesh, self.layout, self.strict, self.mode = fn, mesh, layout, strict, mode
         self.axes = {k: Axes.of(v) for k, v in axes.items()}
         self.params, self.out_axes = tuple(params), out_axes
         self.donate = (donate,) if isinstance(donate, str) else tuple(donate)
@@ -195,7 +226,7 @@ class Jitted:
         if compiled is None:
             if self._cache:
                 log.info("jit(%s): traced again, because %s", self.name, self._why(args, key))
-            compiled = self._cache[key] = self.lower(*args).compile()
+            compiled = self._cache[key] = self.lower(*args).compile(self.mode)
         return compiled([x for x, t in zip(leaves, types, strict=True) if t is not None])
 
     def _why(self, args: tuple, key: tuple) -> str:
@@ -495,6 +526,7 @@ def jit(
     out_axes: Any = None,
     strict: bool = False,
     donate: Sequence[str] = (),
+    mode: Mode = "eager",
 ) -> Jitted:
     """`fn` on a mesh: traced once per structure and shapes, differentiated, partitioned, run.
 
@@ -509,6 +541,8 @@ def jit(
     donate    arguments that the caller gives up: the memory of their Arrays is free once the step is done with them,
               and using them again is an error. For `state = step(state, batch)`: two states never exist side by side.
               A plain tensor stays the caller's
+    mode      "eager": operations one by one; "inductor": runs of them between collectives are fused and compiled, each
+              scan body once for all its layers
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
     another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a
@@ -529,4 +563,5 @@ def jit(
         out_axes,
         strict,
         donate,
+        mode,
     )

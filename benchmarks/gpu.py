@@ -1,0 +1,236 @@
+"""Training speed on GPUs, beside peers, in one run on one machine.
+
+    python -m benchmarks.gpu one D1 --mode inductor [--steps 14] [--profile trace.json]   # one model in this process
+    python -m benchmarks.gpu suite D1 D2 --peers DIR --json results.json                  # fmeg and peers, one after
+    the other
+
+Models: D1 = Llama of 1.50 B parameters (16 layers, 2048 wide, 128256 words), 8 x 4096 tokens; D2 = 8 layers of
+Llama-3-8B's width, 2 x 8192 tokens. bf16 arithmetic, float32 parameters, moments and gradients; AdamW; clipping by the
+global norm. `DIR` holds programs that train the same models with megatron-core and torchtitan; they are not part of
+this project.
+
+tokens/s      median over the steps after the first five, the GPU synchronised at each step's end
+mfu           model FLOPs (`llama.flops_per_token`) over 989 TFLOP/s
+peak bytes    `torch.cuda.max_memory_allocated` over the whole run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+import fmeg
+from fmeg import Array, Layout, Mesh, TrainState, optim, tree
+from fmeg.models import llama
+from fmeg.models.table import Param
+
+PEAK = 989e12
+WARM = 5
+MODELS = {
+    "D1": (
+        llama.Config(
+            vocab_size=128256, embed=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ff=8192, rope_base=500000.0,
+            compute_dtype=torch.bfloat16,
+        ),
+        (8, 4096),
+    ),
+    "D2": (
+        llama.Config(
+            vocab_size=128256, embed=4096, layers=8, heads=32, kv_heads=8, head_dim=128, ff=14336, rope_base=500000.0,
+            compute_dtype=torch.bfloat16,
+        ),
+        (2, 8192),
+    ),
+}  # fmt: skip
+MCORE = (
+    "mcore_bench.py --layers {layers} --hidden {embed} --heads {heads} --kv {kv_heads} --ffn {ff} --vocab {vocab_size} "
+    "--seq {seq} --mbs {rows} --steps 14 --te --mcore-opt"
+)
+TITAN = (
+    "tt_bench.py --model.flavor={flavor} --training.seq_len={seq} --training.local_batch_size={rows} "
+    "--training.steps=20 --activation_checkpoint.mode=none --compile.enable"
+)
+FLAVORS = {"D1": "1B", "D2": "8BL8"}
+
+
+@dataclass
+class Row:
+    """One measurement."""
+
+    model: str
+    mode: str
+    peer: str
+    tokens_s: float
+    mfu: float
+    peak_bytes: int
+    predicted_bytes: int = 0
+    first_step_s: float = 0.0
+    loss: float = 0.0
+    ratio: float = 0.0  # tokens/s over the fastest peer's
+    versions: str = ""
+
+
+def make_step(cfg: llama.Config) -> tuple[Any, Any]:
+    """(train step, optimizer)."""
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return llama.loss(params, batch, cfg)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        (loss, _), grads = fmeg.value_and_grad(loss_fn)(state.params, batch)
+        updates, opt = optimizer.update(grads, state.opt, state.params)
+        return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss}
+
+    return train_step, optimizer
+
+
+def random_state(cfg: llama.Config, optimizer: Any, mesh: Mesh) -> TrainState:
+    """Random parameters on the mesh's device; quicker than `llama.init`, whose values depend on the global index."""
+    device = mesh.device
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = cfg.sizes
+
+    def make(p: Param) -> torch.Tensor:
+        shape = [sizes[a] for a in p.axes.split()]
+        if p.init == "ones":
+            return torch.ones(shape, device=device)
+        return torch.randn(shape, device=device, generator=generator) * 0.02
+
+    params = tree.map(make, llama.parameters(cfg), is_leaf=lambda x: isinstance(x, Param))
+    state = TrainState.create(params, optimizer, llama.logical_axes(cfg))
+
+    def place(x: torch.Tensor) -> Array:
+        array = Array.from_global(x, mesh)
+        array.own = True
+        return array
+
+    return tree.map(place, state)
+
+
+def one(model: str, mode: str, steps: int, profile: str | None) -> Row:
+    """Train for some steps in this process."""
+    cfg, (rows, seq) = MODELS[model]
+    mesh = Mesh()
+    torch.set_default_device("cuda")
+    step, optimizer = make_step(cfg)
+    state = random_state(cfg, optimizer, mesh)
+    ids = torch.randint(0, cfg.vocab_size, (rows, seq + 1), generator=torch.Generator("cuda").manual_seed(0))
+    batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "mask": torch.ones(rows, seq)}
+    run = fmeg.jit(step, mesh=mesh, layout=Layout(), donate="state", mode=mode)
+    torch.cuda.reset_peak_memory_stats()
+    times, loss = [], 0.0
+    for i in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        state, metrics = run(state, batch)
+        loss = float(metrics["loss"].global_value())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+        print(f"step {i} loss {loss:.4f} {times[-1] * 1e3:.1f} ms", flush=True)
+    if profile:
+        profiled(lambda: run(state, batch), profile)
+    median = statistics.median(times[min(WARM, steps - 1) :])
+    tokens = rows * seq / median
+    flops = llama.flops_per_token(cfg, seq)
+    versions = f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+    return Row(
+        model, mode, "fmeg", tokens, tokens * flops / PEAK, torch.cuda.max_memory_allocated(), first_step_s=times[0],
+        loss=loss, versions=versions,
+    )  # fmt: skip
+
+
+def profiled(run: Any, path: str) -> None:
+    """A Chrome trace of one step, and a table of its kernels on stdout."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        run()
+        torch.cuda.synchronize()
+    print(p.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=90))
+    p.export_chrome_trace(path)
+
+
+def peer(name: str, model: str, folder: str) -> Row | None:
+    """Run a peer's program for the same model and read what it printed."""
+    cfg, (rows, seq) = MODELS[model]
+    text = MCORE if name == "megatron-core" else TITAN
+    fields = {f: getattr(cfg, f) for f in ("layers", "embed", "heads", "kv_heads", "ff", "vocab_size")}
+    line = text.format(**fields, seq=seq, rows=rows, flavor=FLAVORS[model])
+    program, *arguments = line.split()
+    done = subprocess.run(
+        [sys.executable, os.path.join(folder, program), *arguments], capture_output=True, text=True, check=False
+    )
+    out = done.stdout + done.stderr
+    if name == "megatron-core":
+        rates = [float(x) for x in re.findall(r"([\d.]+) tok/s", out)]
+        peaks = [float(x) for x in re.findall(r"peak ([\d.]+) GiB", out)]
+    else:
+        clean = re.sub(r"\x1b\[[0-9;]*m", "", out)
+        rates = [float(x.replace(",", "")) for x in re.findall(r"tps: ([\d,]+)", clean)]
+        peaks = [float(x) for x in re.findall(r"memory: *([\d.]+)GiB", clean)]
+    if not rates:
+        print(f"{name} {model} failed:\n{out[-2000:]}", flush=True)
+        return None
+    warm = rates[WARM:] if name == "megatron-core" else rates[-2:]
+    tokens = statistics.median(warm)
+    mfu = tokens * llama.flops_per_token(cfg, seq) / PEAK
+    return Row(model, "compiled" if name == "torchtitan" else "TE", name, tokens, mfu, int(peaks[-1] * 2**30))
+
+
+def suite(models: list[str], modes: list[str], folder: str | None, path: str) -> None:
+    """fmeg in each mode, each in a process of its own, and the peers; ratios to the fastest peer."""
+    rows: list[Row] = []
+    for model in models:
+        here: list[Row] = []
+        for mode in modes:
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.gpu", "one", model, "--mode", mode],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            found = re.findall(r"^ROW (.*)$", done.stdout, re.M)
+            if found:
+                here.append(Row(**json.loads(found[0])))
+        if folder:
+            here += [r for name in ("megatron-core", "torchtitan") if (r := peer(name, model, folder)) is not None]
+        best = max((r.tokens_s for r in here if r.peer != "fmeg"), default=0.0)
+        rows += [replace(r, ratio=r.tokens_s / best if best else 0.0) for r in here]
+        for r in rows[-len(here) :]:
+            print(f"{r.model} {r.peer} {r.mode}: {r.tokens_s:.0f} tokens/s, mfu {r.mfu:.3f}, "
+                  f"{r.peak_bytes / 2**30:.1f} GiB, ratio {r.ratio:.3f}", flush=True)  # fmt: skip
+        with open(path, "w") as f:
+            json.dump([asdict(r) for r in rows], f, indent=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    commands = parser.add_subparsers(dest="command", required=True)
+    a = commands.add_parser("one")
+    a.add_argument("model", choices=MODELS)
+    a.add_argument("--mode", default="inductor")
+    a.add_argument("--steps", type=int, default=14)
+    a.add_argument("--profile")
+    b = commands.add_parser("suite")
+    b.add_argument("models", nargs="+", choices=MODELS)
+    b.add_argument("--modes", nargs="+", default=["inductor"])
+    b.add_argument("--peers")
+    b.add_argument("--json", default="gpu.json")
+    args = parser.parse_args()
+    if args.command == "one":
+        print("ROW " + json.dumps(asdict(one(args.model, args.mode, args.steps, args.profile))))
+    else:
+        suite(args.models, args.modes, args.peers, args.json)
+
+
+if __name__ == "__main__":
+    main()

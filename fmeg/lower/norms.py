@@ -1,0 +1,53 @@
+"""The gradient of a norm and the residual stream's, which is added to it, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmeg.kernels import rows
+from fmeg.lower.rewrite import in_order, uses, with_nodes
+from fmeg.ops.rms_norm import rms_norm_bwd_p
+from fmeg.program.ir import Node, Program, Value
+from fmeg.program.primitive import Primitive
+
+
+def _reference(x: Tensor, w: Tensor | None, ct: Tensor, residual: Tensor, eps: float) -> Any:
+    """As `rms_norm_bwd`, dx plus the residual."""
+    if rows.fits(x, x.shape[-1]):
+        dx, dw = rows.rms_norm_backward(x, w, ct, residual, eps)
+        return dx if w is None else (dx, dw)
+    got = rms_norm_bwd_p.run()(x, w, ct, eps=eps)
+    return got + residual if w is None else (got[0] + residual, got[1])
+
+
+rms_norm_bwd_add_p = Primitive("rms_norm_bwd_add", _reference, flops=rms_norm_bwd_p.flops)
+
+
+def add_residual(program: Program) -> Program:
+    """Norms' gradients whose only reader adds them to a tensor of the same type."""
+    used = uses(program)
+    maker = {id(o): n for n in program.nodes for o in n.outs}
+    swapped: dict[int, Node] = {}
+    dropped: set[int] = set()
+    for n in program.nodes:
+        if n.op is not torch.ops.aten.add.Tensor or n.kwargs or not all(isinstance(a, Value) for a in n.args):
+            continue
+        for mine, other in (n.args, n.args[::-1]):
+            norm = maker.get(id(mine))
+            if norm is None or norm.op is not rms_norm_bwd_p or mine is not norm.outs[0] or id(norm) in dropped:
+                continue
+            if used[id(mine)] != [n] or other.type != mine.type or other is mine:
+                continue
+            x, w, ct = norm.args[:3]
+            swapped[id(n)] = Node(
+                rms_norm_bwd_add_p, (x, w, ct, other), norm.kwargs, (n.outs[0], *norm.outs[1:]), norm.source, n.phase
+            )
+            dropped.add(id(norm))
+            break
+    kept = [swapped.get(id(n), n) for n in program.nodes if id(n) not in dropped]
+    ordered = in_order(kept)
+    assert ordered is not None
+    return with_nodes(program, ordered)

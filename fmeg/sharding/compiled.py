@@ -1,0 +1,71 @@
+"""Runs of compute nodes compiled by Inductor: one fused function a run, made at its first call, once for all layers.
+
+The run is generated as Python first (see `segment`), traced at the shapes and strides of its first call, and compiled
+with static shapes. Inductor keeps what it compiled on disk (`TORCHINDUCTOR_CACHE_DIR`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fmeg.program.ir import Node
+from fmeg.sharding.segment import Run, as_function
+
+Slots = Mapping[int, int]
+
+
+class Inductor:
+    """A function from a list of tensors to a tuple of tensors, compiled when it is first called.
+
+    seconds   what compiling took; 0.0 before
+
+    >>> f = Inductor(lambda values: (values[0] + values[1] * 2,), "example")
+    >>> f([torch.ones(3), torch.ones(3)])
+    (tensor([3., 3., 3.]),)
+    """
+
+    def __init__(self, fn: Run, name: str) -> None:
+        self.fn, self.name = fn, name
+        self.seconds = 0.0
+        self.compiled: Callable[..., Any] | None = None
+
+    def __call__(self, values: Sequence[torch.Tensor]) -> Any:
+        if self.compiled is None:
+            begin = perf_counter()
+            self.compiled = _compile(self.fn, values)
+            out = self.compiled(*values)
+            self.seconds = perf_counter() - begin
+            return out
+        return self.compiled(*values)
+
+
+def _compile(fn: Run, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def flat(*xs: torch.Tensor) -> Any:
+        return fn(list(xs))
+
+    graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*values)
+    return torch.compile(graph, fullgraph=True, dynamic=False)
+
+
+def in_place(
+    nodes: Sequence[Node], slots: Slots, dying: set[int], device: torch.device, name: str, into: Mapping[int, int]
+) -> Run:
+    """As `segment.in_place`, compiled: a function on the environment itself. `into` as in `as_function`."""
+    needed = {slots[id(v)] for n in nodes for v in n.outs} - dying
+    chunk = as_function(nodes, slots, needed, device, name, reuse=False, into=into)
+    run = Inductor(chunk.fn, name)
+    gone = tuple(s for s in chunk.ins if s in dying)
+
+    def step(env: list[Any]) -> None:
+        values = [env[s] for s in chunk.ins]
+        for s in gone:
+            env[s] = None
+        for s, v in zip(chunk.outs, run(values), strict=True):
+            env[s] = v
+
+    return step
