@@ -1,4 +1,4 @@
-"""Exchanges of unequal numbers of rows, where shapes may not depend on data: padded to the most there can be.
+"""Exchanges of unequal numbers of rows. Where shapes may not depend on data, they are padded to what there is room for.
 
 A rank's rows lie member after member, `counts[i]` of them for (or from) member i.
 """
@@ -13,15 +13,18 @@ from torch import Tensor
 def spread(x: Tensor, counts: Int[Tensor, "n"], width: int) -> Tensor:
     """[rows, *shape] -> [n * width, *shape]: each member's rows at the start of its own block, zeros after them.
 
-    Rows beyond `width` are left out.
+    Where a member has more than `width` rows, all is NaN (of integers: 0).
 
     >>> spread(torch.tensor([1, 2, 3]), torch.tensor([1, 2]), 2).tolist()
     [1, 0, 2, 3]
+    >>> spread(torch.ones(2), torch.tensor([2]), 1)
+    tensor([nan])
     """
     at = torch.arange(width, device=x.device)
-    start = counts.cumsum(0) - counts
-    index, real = (start[:, None] + at).flatten(), (at < counts[:, None]).flatten()
-    return _pick(x, index, real)
+    start, fits = counts.cumsum(0) - counts, (counts <= width).all()
+    index, real = (start[:, None] + at).flatten(), (at < counts[:, None]).flatten() & fits
+    fill = torch.zeros((), dtype=x.dtype, device=x.device)
+    return _pick(x, index, real, torch.where(fits, fill, torch.nan) if x.dtype.is_floating_point else fill)
 
 
 def gathered(x: Tensor, counts: Int[Tensor, "n"], width: int, rows: int) -> Tensor:
@@ -33,12 +36,12 @@ def gathered(x: Tensor, counts: Int[Tensor, "n"], width: int, rows: int) -> Tens
     at, ends = torch.arange(rows, device=x.device), counts.cumsum(0)
     member = (at[:, None] >= ends).sum(1).clamp(max=counts.shape[0] - 1)
     index = member * width + at - (ends - counts).index_select(0, member)
-    return _pick(x, index, at < ends[-1])
+    return _pick(x, index, at < ends[-1], torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _pick(x: Tensor, index: Tensor, real: Tensor) -> Tensor:
+def _pick(x: Tensor, index: Tensor, real: Tensor, fill: Tensor) -> Tensor:
     out = x.index_select(0, index.clamp(0, x.shape[0] - 1))
-    return torch.where(real.view(-1, *[1] * (x.ndim - 1)), out, torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(real.view(-1, *[1] * (x.ndim - 1)), out, fill.to(x.dtype))
 
 
 def padded(x: Tensor, rows: int | None) -> Tensor:

@@ -11,17 +11,22 @@ ranks of G, or are made so by a gather (`dispatch="all_gather"` gathers them ove
 Dispatch and combine are each other's transposes, so gradients travel the same two ways. How many rows a rank has is
 known only as the program runs: types say an even share, tensors are longer or shorter, and what acts on them must not
 have its size written in it. One table of counts a routing goes to the host, and is kept for the backward pass.
+
+With `dispatch_bound` a rank has room for so many rows from each other, and the host reads nothing. Rows that do not fit
+make all rows of their sender NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmeg.mesh import rows as rows_
 from fmeg.ops import collectives
 from fmeg.ops.pack import pack_p, unpack_p, weigh_bwd_p, weigh_p
 from fmeg.ops.routing import chunk_of, sort_slots_p
@@ -49,9 +54,22 @@ def row_table(counts: Tensor, me: Tensor) -> Tensor:
     return torch.cat([sent, by_rank.index_select(1, me).squeeze(1)], 1)
 
 
-def row_ends(table: Tensor) -> Tensor:
+def arrivals(table: Tensor, width: int | None) -> Tensor:
+    """[ranks, local experts]: rows that arrive, of each rank no more than `width`.
+
+    >>> arrivals(torch.tensor([[0, 1, 4], [0, 2, 0]]), 3).tolist()
+    [[1, 2], [2, 0]]
+    """
+    counts = table[:, 1:]
+    if width is None:
+        return counts
+    within = counts.cumsum(1)
+    return within.clamp(max=width) - (within - counts).clamp(max=width)
+
+
+def row_ends(table: Tensor, width: int | None) -> Tensor:
     """Where each local expert's rows end."""
-    return table[:, 1:].sum(0).cumsum(0).to(torch.int32)
+    return arrivals(table, width).sum(0).cumsum(0).to(torch.int32)
 
 
 def by_expert(rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,10 +94,32 @@ def _moved(at: Tensor, counts: Tensor, here: Tensor, there: Tensor) -> Tensor:
     return torch.where(at < ends[-1], at + shift, at)
 
 
+def from_blocks(table: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """As `by_expert`, for rows that arrived in a block of `width` from each rank: real ones first, then the others.
+
+    >>> [i.tolist() for i in from_blocks(torch.tensor([[0, 1, 1], [0, 2, 0]]), 3)]
+    [[0, 3, 4, 1, 2, 5], [0, 3, 4, 1, 2, 5]]
+    """
+    counts = arrivals(table, width)
+    within, sizes = counts.cumsum(1), counts.sum(1)
+    at = torch.arange(width, device=table.device)
+    expert = (at[None, :, None] >= within[:, None, :]).sum(-1).clamp(max=counts.shape[1] - 1)
+    wanted = (counts.t().flatten().cumsum(0) - counts.t().flatten()).view(counts.t().shape).t()
+    real = at + (wanted - within + counts).gather(1, expert)
+    empty = width - sizes
+    other = sizes.sum() + (empty.cumsum(0) - empty - sizes)[:, None] + at
+    to_arrival = torch.where(at < sizes[:, None], real, other).flatten()
+    every = torch.arange(to_arrival.shape[0], device=table.device)
+    return torch.zeros_like(to_arrival).scatter(0, to_arrival, every), to_arrival
+
+
 row_table_p = Primitive("row_table", row_table, flops=lambda n: 0, keep=True)
 to_host_p = Primitive("to_host", lambda table: table.to("cpu"), fake=torch.clone, flops=lambda n: 0, keep=True)
 row_ends_p = Primitive("row_ends", row_ends, flops=lambda n: 0, keep=True)
 by_expert_p = Primitive("by_expert", by_expert, flops=lambda n: 0, keep=True)
+from_blocks_p = Primitive("from_blocks", from_blocks, flops=lambda n: 0, keep=True)
+spread_p = Primitive("spread_rows", rows_.spread, flops=lambda n: 0)
+gathered_p = Primitive("gather_rows", rows_.gathered, flops=lambda n: 0)
 
 
 # -- what the partitioner knows of a routing --------------------------------------------------------------------------
@@ -90,6 +130,7 @@ class Wire:
     experts   the axes A of the experts, major first; `exchanged` X, `shared` G
     given     dims of the tokens as they came; `tokens`, after the gather over `gathered`, axes of G
     rows      axes that shard rows: those of the experts, then others that shard tokens
+    width     with a bound: rows that one rank may send to another
     locals_   local values by name: order, inverse, ends; total, table, host, to_expert, to_arrival where there are such
     """
 
@@ -100,6 +141,7 @@ class Wire:
     given: DimAxes
     tokens: DimAxes
     rows: tuple[str, ...]
+    width: int | None = None
     locals_: dict[str, Value] = field(default_factory=dict)
 
     @property
@@ -186,6 +228,10 @@ def _route(part: Partitioner, node: Node) -> None:
             f"route at {node.source}: {total} rows ({slots} slots, rounded up to a multiple of {experts} experts) are "
             f"to be shared by {rows}, {parts} ranks, which does not divide. Use more tokens, or let axes shard both"
         )
+    bound = ctx.options.get("dispatch_bound")
+    if bound is not None and axes:
+        here = slots // count(_flat(tokens), ctx.sizes)
+        wire.width = min(here, ceil(bound * here / n))
     target = Placement((*tokens, ()))
     args = (part.get(placed, target, "rule"), None if keep is None else part.get(part.placed(keep), target, "rule"))
 
@@ -227,7 +273,12 @@ def _local_route(indices: Tensor, keep: Tensor | None, experts: int, wire: Wire,
         table = row_table_p(collectives.all_gather(counts, wire.exchanged, 0), collectives.axis_index(wire.exchanged))
     else:
         table = row_table_p(counts, torch.zeros((), dtype=torch.int64))
-    return out | {"table": table, "host": to_host_p(table), "ends": row_ends_p(table)}
+    if wire.width is not None:
+        to_expert, to_arrival = from_blocks_p(table, wire.width)
+        placed = {"to_expert": to_expert, "to_arrival": to_arrival}
+    else:
+        placed = {"host": to_host_p(table)}
+    return out | placed | {"table": table, "ends": row_ends_p(table, wire.width)}
 
 
 # -- tokens to rows and back ------------------------------------------------------------------------------------------
@@ -248,12 +299,19 @@ def _to_rows(part: Partitioner, wire: Wire, v: Value, packed: Value, pending: fr
         to_expert, to_arrival = by_expert_p(out, table)
         return {"rows": out.index_select(0, to_expert), "to_expert": to_expert, "to_arrival": to_arrival}
 
+    def bounded(packed: Tensor, table: Tensor, to_expert: Tensor) -> dict[str, Tensor]:
+        out = spread_p(packed, table[:, 0], wire.width)
+        if wire.exchanged:
+            out = collectives.all_to_all(out, wire.exchanged, 0, 0)
+        return {"rows": out.index_select(0, to_expert)}
+
     if wire.experts:
-        got = _record(part, local, (packed,), wire.names("host", "table", "to_expert"))
+        fn = local if wire.width is None else bounded
+        got = _record(part, fn, (packed,), wire.names("host", "table", "to_expert"))
         packed = got.pop("rows")
         wire.locals_ |= got
     placement = Placement((wire.rows, *features), pending)
-    packed.placement = placement.describe(v.type)
+    packed.placement, packed.type = placement.describe(v.type), placement.local_type(v.type, part.ctx.sizes)
     part.define(v, placement, packed, ragged=wire if wire.experts else None)
 
 
@@ -264,8 +322,16 @@ def _from_rows(part: Partitioner, wire: Wire, rows: Value, slots: int) -> Value:
         rows = rows if to_arrival is None else rows.index_select(0, to_arrival)
         return {"rows": collectives.exchange_rows(rows, host, wire.exchanged, back=True, rows=slots)}
 
+    def bounded(rows: Tensor, table: Tensor, to_arrival: Tensor) -> dict[str, Tensor]:
+        rows = rows.index_select(0, to_arrival)
+        if wire.exchanged:
+            rows = collectives.all_to_all(rows, wire.exchanged, 0, 0)
+        return {"rows": gathered_p(rows, table[:, 0], wire.width, slots)}
+
     if not wire.experts:
         return rows
+    if wire.width is not None:
+        return _record(part, bounded, (rows,), wire.names("table", "to_arrival"))["rows"]
     return _record(part, local, (rows,), wire.names("host", "to_arrival"))["rows"]
 
 

@@ -61,6 +61,8 @@ class Layout:
     opt        overrides for optimizer state, `dict(embed="dp")` alone is ZeRO-1
     attention  how attention meets a sharded sequence: "all_gather" (of K and V), "ring" or "ulysses"
     dispatch   how rows reach their experts: "all_to_all" (each its own rank) or "all_gather" (of all tokens)
+    dispatch_bound  b: a rank has room for b times an even share of rows for each other rank, and no size is read by the
+               host, as CUDA graphs need it; where rows do not fit, the results are NaN. None: as much as it takes
     axes       the compute view
 
     >>> Layout(batch="dp", heads="tp", params=dict(embed="dp")).view("params")["embed"]
@@ -73,6 +75,7 @@ class Layout:
     opt: tuple[tuple[str, tuple[str, ...]], ...]
     attention: str
     dispatch: str
+    dispatch_bound: float | None
 
     def __init__(
         self,
@@ -82,16 +85,20 @@ class Layout:
         opt: Mapping[str, Entry] | None = None,
         attention: str = "all_gather",
         dispatch: str = "all_to_all",
+        dispatch_bound: float | None = None,
         **axes: Entry,
     ):
         if attention not in ATTENTION_KINDS:
             raise ShardingError(f"Layout: attention must be one of {', '.join(ATTENTION_KINDS)}, given {attention!r}")
         if dispatch not in DISPATCH_KINDS:
             raise ShardingError(f"Layout: dispatch must be one of {', '.join(DISPATCH_KINDS)}, given {dispatch!r}")
+        if dispatch_bound is not None and not dispatch_bound > 0:
+            raise ShardingError(f"Layout: dispatch_bound must be above 0, or None, given {dispatch_bound}")
         for field, table in (("compute", axes), ("params", params), ("grads", grads), ("opt", opt)):
             object.__setattr__(self, field, tuple((k, _tuple(v, k)) for k, v in (table or {}).items()))
         object.__setattr__(self, "attention", attention)
         object.__setattr__(self, "dispatch", dispatch)
+        object.__setattr__(self, "dispatch_bound", dispatch_bound)
 
     def view(self, name: str) -> dict[str, tuple[str, ...]]:
         """The table of a view: "compute", "params", "grads" or "opt"."""
@@ -110,7 +117,7 @@ class Layout:
 
     def options(self) -> dict[str, Any]:
         """What sharding rules may ask by `info.option`."""
-        return {"attention": self.attention, "dispatch": self.dispatch}
+        return {name: getattr(self, name) for name in ("attention", "dispatch", "dispatch_bound")}
 
     def __repr__(self) -> str:
         parts = [f"{k}={_show(v)}" for k, v in self.compute]
@@ -121,6 +128,8 @@ class Layout:
             parts.append(f"attention={self.attention!r}")
         if self.dispatch != "all_to_all":
             parts.append(f"dispatch={self.dispatch!r}")
+        if self.dispatch_bound is not None:
+            parts.append(f"dispatch_bound={self.dispatch_bound}")
         return f"Layout({', '.join(parts)})"
 
     def check(self, mesh_axes: Iterable[str], declared: Iterable[str] | None) -> None:

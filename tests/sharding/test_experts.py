@@ -44,9 +44,10 @@ def _check(mesh, layout, shape, weighted="combine", backend="loop", fn=step, **m
     return assert_equivalent(run, params, batch, mesh=mesh, layout=Layout(**layout, **more), axes=axes, strict=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("weighted", ["combine", "rows"])
+@pytest.mark.parametrize(
+    ("kind", "weighted"), [("all_to_all", "combine"), ("all_to_all", "rows"), ("all_gather", "combine")]
+)
 def test_layouts(name, kind, weighted):
     _check(*LAYOUTS[name], dict(layers=2, drop=weighted == "rows"), weighted, dispatch=kind)
 
@@ -101,6 +102,39 @@ def test_zero(view, kind):
         axes=axes,
         strict=True,
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["ep", "ep=cp+dp", "ep=dp, etp, sp", "folded, three axes"])
+def test_bound(name, kind):
+    """With room for whatever may come, sizes are static and nothing else changes."""
+    mesh, layout = LAYOUTS[name]
+    bound = float(torch.tensor(list(mesh.values())).prod())
+    for backend, routing in (("loop", "skewed"), ("vmap", "empty")):
+        shape = dict(layers=2, drop=True, routing=routing)
+        _check(mesh, layout, shape, "rows", backend, dispatch=kind, dispatch_bound=bound)
+    lowered = _lowered(mesh, {**layout, "dispatch": kind, "dispatch_bound": bound})
+    assert not any(n.opname in ("to_host", "exchange_rows") for n, _, _ in walk(lowered.program))
+
+
+@pytest.mark.parametrize("name", ["ep=dp+cp", "ep", "ep=dp+tp, tokens whole over tp"])
+def test_rows_beyond_the_bound(name):
+    """Do not go unnoticed; and a bound that just fits is enough."""
+    mesh, layout = LAYOUTS[name]
+    params, batch = problem(routing="one expert", k=1)
+    axes = {"params": AXES, "batch": {k: BATCH_AXES[k] for k in batch}}
+
+    def run(bound):
+        fn = jit(step, mesh=Mesh(mesh), layout=Layout(**layout, dispatch_bound=bound), axes=axes)
+        return fn(params, batch)[0][0].global_value()
+
+    most = float(torch.tensor([mesh[a] for a in _axes(layout["experts"])]).prod())
+    assert run(most).isfinite()
+    assert run(most - 0.6).isnan()
+
+
+def _axes(entry):
+    return (entry,) if isinstance(entry, str) else entry
 
 
 def _lowered(mesh, layout, fn=step, **shape):
@@ -229,6 +263,8 @@ def test_axes_that_do_not_fit():
     _refused(inner, "which shard the tokens too", experts=(), expert_ff="dp")
     with pytest.raises(ShardingError, match="dispatch must be one of"):
         Layout(dispatch="ring")
+    with pytest.raises(ShardingError, match="dispatch_bound must be above 0"):
+        Layout(dispatch_bound=0)
 
 
 def test_rows_that_do_not_divide():
