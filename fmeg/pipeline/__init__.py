@@ -5,6 +5,7 @@ print(schedule)                              one line a rank: 0F0 0F1 …
 schedule.verify()                            bubble, peak, or a ScheduleError that says what is wrong
 schedule.timeline(Costs(F=2, B=3, hop=0.1))  when each action runs
 schedule.draw()                              SVG; a notebook shows it
+memory_report(step.lower(…))                 bytes that each rank will hold
 with record() as recording: step(…)          what really ran: recording.draw(), .chrome_trace(), .costs()
 """
 
@@ -15,6 +16,7 @@ from fmeg.pipeline.export import chrome_trace, png
 from fmeg.pipeline.memory import peaks
 from fmeg.pipeline.names import SCHEDULES, by_name
 from fmeg.pipeline.record import Recording, Run, record
+from fmeg.pipeline.report import MemoryReport, memory_report
 from fmeg.pipeline.schedule import Action, Schedule, stage_map
 from fmeg.pipeline.simulate import Timeline, capacity_needed, timeline
 from fmeg.pipeline.verify import Report, verify
@@ -24,6 +26,7 @@ __all__ = [
     "Action",
     "Costs",
     "DeadlockError",
+    "MemoryReport",
     "Recording",
     "Report",
     "Run",
@@ -35,6 +38,7 @@ __all__ = [
     "chrome_trace",
     "compare",
     "draw",
+    "memory_report",
     "peaks",
     "png",
     "record",

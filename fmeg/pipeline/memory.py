@@ -9,8 +9,7 @@ def peaks(schedule: Schedule, after_input: float = 1.0) -> list[float]:
     """The most residuals that each rank holds at once, in microbatches of that rank's share of the model.
 
     An F of one of a rank's v stages adds 1/v; its B, or its W, takes that away. Between I and W a part `after_input`
-    stays: about 0.71 for a transformer layer if the gradients of norms and biases are computed in I, 1.06 if they are
-    not.
+    stays: what `fmeg.pipeline.memory_report(…).after_input` counts, 0.91 for a layer of Llama 3 8B.
 
     >>> from fmeg.pipeline.one_f_one_b import one_f_one_b
     >>> peaks(one_f_one_b(4, 8))

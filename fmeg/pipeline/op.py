@@ -239,7 +239,7 @@ class _Runner:
         whole = executable(stage.backward) if "B" in kinds else None
         if "I" not in kinds:
             return Pieces(forward, whole)
-        halves = halve_stage(stage.backward, stage.n_cts)
+        halves = halve_stage(stage, len(self.op.body.inputs))
         return Pieces(forward, whole, executable(halves.first), executable(halves.second), halves)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:

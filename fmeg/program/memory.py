@@ -36,6 +36,23 @@ def is_view(node: Node) -> bool:
     return op is MIRROR or isinstance(op, SplitRows) or getattr(op, "name", "") in _SAME
 
 
+def storages(program: Program) -> dict[int, tuple[int, int]]:
+    """For each value by id, which storage it lies in (a number), and the bytes of that; a view lies in its operand's.
+
+    >>> from fmeg.program.trace import trace
+    >>> p = trace(lambda x: (x + 1).view(6), torch.zeros(2, 3)).program
+    >>> found = storages(p)
+    >>> [found[id(v)][1] for v in (*p.inputs, *p.outputs)]
+    [24, 24]
+    """
+    found = {id(v): (id(v), v.type.nbytes) for v in program.inputs}
+    for node in program.nodes:
+        view = is_view(node)
+        for o in node.outs:
+            found[id(o)] = found[id(node.operands()[0])] if view else (id(o), o.type.nbytes)
+    return found
+
+
 @dataclass
 class _Body:
     """One Program's memory above its inputs: `peak`, and bytes of each value's storage by `size`."""

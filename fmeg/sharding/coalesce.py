@@ -22,7 +22,7 @@ def _key(node: Node) -> Key:
 
 def coalesce(program: Program) -> Program:
     """Merge the gathers of the prologue and the reductions of the epilogue of a body."""
-    return _epilogue(_prologue(program))
+    return together(_prologue(program))
 
 
 def _early(program: Program) -> set[int]:
@@ -55,14 +55,35 @@ def _prologue(program: Program) -> Program:
     return _rename(program, [*first, *gathers, *rest], swap)
 
 
-def _epilogue(program: Program) -> Program:
+def together(program: Program) -> Program:
+    """The reductions by which only results leave, one node an axis at the end."""
+    groups: dict[Key, list[Node]] = {}
+    for n in _leaving(program):
+        groups.setdefault(_key(n), []).append(n)
+    return _merge_late(program, [g for g in groups.values() if len(g) > 1])
+
+
+def apart(program: Program) -> Program:
+    """The same with a node for each value of such reductions, for those who take a Program to pieces."""
+    leaving = {id(n) for n in _leaving(program) if len(n.outs) > 1}
+    nodes: list[Node] = []
+    for n in program.nodes:
+        for k, (x, o) in enumerate(zip(n.operands(), n.outs, strict=True) if id(n) in leaving else ()):
+            arg = n.args[2] if n.op is ALL_REDUCE else (n.args[2][k],)
+            nodes.append(Node(n.op, ([x], n.args[1], arg), {}, (o,), n.source, n.phase, n.tags))
+        if id(n) not in leaving:
+            nodes.append(n)
+    return Program(program.inputs, nodes, program.outputs, program.names, program.name)
+
+
+def _leaving(program: Program) -> list[Node]:
     used = {id(v) for n in program.nodes for v in n.operands()}
     results = {id(v) for v in values_in(program.outputs)}
-    groups: dict[Key, list[Node]] = {}
-    for n in program.nodes:
-        if n.op in (REDUCE_SCATTER, ALL_REDUCE) and all(id(o) in results and id(o) not in used for o in n.outs):
-            groups.setdefault(_key(n), []).append(n)
-    return _merge_late(program, [g for g in groups.values() if len(g) > 1])
+    return [
+        n
+        for n in program.nodes
+        if n.op in (REDUCE_SCATTER, ALL_REDUCE) and all(id(o) in results and id(o) not in used for o in n.outs)
+    ]
 
 
 def _merge_late(program: Program, groups: list[list[Node]]) -> Program:

@@ -28,7 +28,8 @@ _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm
 _PRODUCT_NAMES = {"einsum", "scaled_einsum", "attention", "attention_fwd"}
 
 
-def _is_cheap(node: Node) -> bool:
+def is_cheap(node: Node) -> bool:
+    """Whether to do it again costs little: pointwise operations, views, norms."""
     op = node.op
     if op is constant or op is AXIS_INDEX:
         return True
@@ -107,7 +108,7 @@ class _Choice:
             elif not _is_structured(node) and (_forced(node) or id(node) in self.regather or not node.operands()):
                 self.redone.add(id(node))
                 todo += node.operands()
-            elif not _is_cheap(node):
+            elif not is_cheap(node):
                 self.saved[id(v)] = v
 
     def settle(self, nodes: Iterable[Node], wanted: dict[int, Value]) -> None:
@@ -120,7 +121,7 @@ class _Choice:
                 self.saved[id(v)] = v
         ready = self.inputs | set(self.saved)
         for node in nodes:
-            free = id(node) in self.redone or (_is_cheap(node) and all(id(u) in ready for u in node.operands()))
+            free = id(node) in self.redone or (is_cheap(node) and all(id(u) in ready for u in node.operands()))
             for o in node.outs:
                 if not free and id(o) in wanted:
                     self.saved.setdefault(id(o), o)
