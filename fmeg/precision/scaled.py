@@ -226,7 +226,7 @@ def _scaled_mm(
         scale = (sx.reshape(()), sy.reshape(()))
         return torch._scaled_mm(x, y.t(), *scale, out_dtype=dtype, use_fast_accum=fast)
     if kinds[0] == "row":
-        scale = (sx.contiguous(), sy.contiguous().t())
+        scale = (sx.reshape(-1).unsqueeze(1), sy.reshape(-1).unsqueeze(0))
         out = torch._scaled_mm(x, y.t(), *scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
         return out.to(dtype)
     from torch.nn.functional import ScalingType, scaled_mm
@@ -240,8 +240,9 @@ def _scaled_mm(
 def _block_scales(s: Tensor, kind: str) -> Tensor:
     """As cuBLAS wants them: rows outermost for 1x128; for 128x128 transposed, the depth padded to a multiple of 4."""
     if kind == "1x128":
-        return s.t().contiguous().t()
-    return torch.nn.functional.pad(s, (0, -s.shape[1] % 4)).contiguous().t()
+        return s.t().reshape(-1).view(s.shape[1], s.shape[0]).t()
+    padded = torch.nn.functional.pad(s, (0, -s.shape[1] % 4))
+    return padded.reshape(-1).view(padded.shape).t()
 
 
 scaled_einsum_p = Primitive("scaled_einsum", _reference, rule=_rule, flops=_flops, lowerings={"default": _default})
