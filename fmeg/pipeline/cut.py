@@ -1,7 +1,8 @@
 """Cutting the local Program of a microbatch into stages.
 
-The body holds one scan over the layers. What comes before it is the first stage's, what comes after the last one's, and
-every stage runs the scan over its own layers. A value is, by what it depends on,
+The body holds one scan over the layers, the longest. What comes before it (a scan over other layers too) is the first
+stage's, what comes after the last one's, and every stage runs the scan over its own layers. A value is, by what it
+depends on,
 
     shared   of the batch alone or of parameters alone: every stage that needs it computes it
     before   of both, ahead of the scan: the first stage has it; it travels as the scan's carry and in no other way
@@ -14,9 +15,9 @@ those it has, so that each use of a parameter is differentiated where it happens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,26 @@ from fmeg.program.passes import dce
 from fmeg.sharding.local import LocalScan, LocalScanBackward
 
 aten = torch.ops.aten
+T = TypeVar("T")
+
+
+LAYERS = {"layers": True}
+"""Tag of a stage's scan over its layers, forward and backward."""
+
+
+def longest(scans: Sequence[T], length: Callable[[T], int]) -> T:
+    """Which of the differentiated scans is the one over the layers.
+
+    >>> longest([3, 58, 1], lambda n: n)
+    58
+    """
+    lengths = sorted(map(length, scans), reverse=True)
+    if not scans or lengths[:1] == lengths[1:2]:
+        raise ScheduleError(
+            "pipeline: the loss function must have one scan over the layers that is differentiated and longer than any "
+            f"other, found scans of {lengths or 'no'} steps; write the model's layers as one fmeg.scan"
+        )
+    return max(scans, key=length)
 
 
 @dataclass(eq=False)
@@ -71,13 +92,9 @@ class Cutter:
     ) -> None:
         self.body, self.n_sums, self.stacked = body, n_sums, frozenset(stacked)
         forward = [n for n in body.nodes if isinstance(n.op, LocalScan) and n.op.keeps]
-        backward = [n for n in body.nodes if isinstance(n.op, LocalScanBackward)]
-        if len(forward) != 1 or len(backward) != 1:
-            raise ScheduleError(
-                "pipeline: the loss function must have one scan over the layers that is differentiated, found "
-                f"{len(forward)}; write the model's layers as one fmeg.scan"
-            )
-        self.scan, self.back = forward[0], backward[0]
+        self.scan = longest(forward, lambda n: n.op.length)
+        handle = self.scan.outs[-1]
+        self.back = next(n for n in body.nodes if isinstance(n.op, LocalScanBackward) and n.args[2] is handle)
         self.op: LocalScan = self.scan.op
         used = {id(v) for n in body.nodes for v in n.operands()} | {id(o) for o in body.outputs}
         if any(id(o) in used for o in self.scan.outs[self.op.n_carry : self.op.n_carry + self.op.n_ys]):
@@ -244,7 +261,7 @@ class Cutter:
             {},
             source=n.source,
             phase="F",
-            tags=n.tags,
+            tags=n.tags | LAYERS,
         )
         node.outs = tuple(Value(o.type, node, i, placement=o.placement) for i, o in enumerate(n.outs))
         swap.update({id(o): c for o, c in zip(n.outs, node.outs, strict=True)})
@@ -335,7 +352,12 @@ class _Backward:
         cts = self.cts_in or [self.swap.get(id(v), v) for v in ct_carries]
         args = (cts, ct_ys, self.swap[id(handle)], whole, [self.swap.get(id(v), v) for v in consts])
         node = Node(
-            replace(n.op, length=self.layers[1] - self.layers[0]), args, {}, source=n.source, phase="B", tags=n.tags
+            replace(n.op, length=self.layers[1] - self.layers[0]),
+            args,
+            {},
+            source=n.source,
+            phase="B",
+            tags=n.tags | LAYERS,
         )
         node.outs = tuple(Value(o.type, node, i, placement=o.placement) for i, o in enumerate(n.outs))
         self.swap.update({id(o): c for o, c in zip(n.outs, node.outs, strict=True)})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmeg.pipeline.comms import with_parameters
-from fmeg.pipeline.cut import Cutter, Stage
+from fmeg.pipeline.cut import Cutter, Stage, longest
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.reduce import Reductions, absorb
 from fmeg.pipeline.runtime import Pieces, Worker, run_real, run_virtual
@@ -18,7 +18,7 @@ from fmeg.pipeline.schedule import Schedule
 from fmeg.pipeline.stages import Plan, plan
 from fmeg.pipeline.transport import VirtualRanks, ranks_of
 from fmeg.pipeline.weights import halve_stage
-from fmeg.program.cost import flops, node_flops
+from fmeg.program.cost import flops
 from fmeg.program.ir import Node, Program
 from fmeg.program.structured import Accumulate, Loop, Scan, ScanForward
 from fmeg.sharding.execute import Executable
@@ -78,12 +78,7 @@ class Pipeline(Accumulate):
     def scan(self) -> Scan:
         """The scan over the layers."""
         scans = [n.op.pair.scan for n in self.body.nodes if isinstance(n.op, ScanForward)]
-        if len(scans) != 1:
-            raise ScheduleError(
-                "pipeline: the loss function must have one scan over the layers that is differentiated, found "
-                f"{len(scans)}; write the model's layers as one fmeg.scan"
-            )
-        return scans[0]
+        return longest(scans, lambda scan: scan.length)
 
     def plan(self, ranks: int) -> Plan:
         """The schedule for that many ranks, and its stages' layers."""
@@ -105,9 +100,10 @@ class Pipeline(Accumulate):
     def _costs(self) -> tuple[float, float, float]:
         """Forward FLOPs of what is before the layers, of one layer, of what is after."""
         forward = [n for n in self.body.nodes if n.phase == "F"]
-        at = next(i for i, n in enumerate(forward) if isinstance(n.op, ScanForward))
-        before, after = (float(sum(node_flops(n) for n in part)) for part in (forward[:at], forward[at + 1 :]))
-        return before, float(flops(self.scan().body)), after
+        scan = self.scan()
+        at = next(i for i, n in enumerate(forward) if isinstance(n.op, ScanForward) and n.op.pair.scan is scan)
+        before, after = (float(flops(Program((), part, ()))) for part in (forward[:at], forward[at + 1 :]))
+        return before, float(flops(scan.body)), after
 
 
 @dataclass(eq=False)

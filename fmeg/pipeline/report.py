@@ -89,7 +89,7 @@ def memory_report(lowered: Lowered) -> MemoryReport:
 
 
 def _bytes(stage: Stage, n_given: int) -> tuple[int, int]:
-    (scan,) = [n.op for n in stage.backward.nodes if isinstance(n.op, LocalScanBackward)]
+    (scan,) = [n.op for n in stage.backward.nodes if isinstance(n.op, LocalScanBackward) and "layers" in n.tags]
     halves = halve_stage(stage, n_given)
     (inner,) = [n.op for n in halves.first.nodes if isinstance(n.op, ScanInputs)]
     first, past = scan.loop().residuals

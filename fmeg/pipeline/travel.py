@@ -18,7 +18,7 @@ from fmeg.program.structured import Scan
 def carry_along(program: Program, params: Iterable[int]) -> Program:
     """The same function whose scan over layers carries what skips over it; `params` are the inputs that are parameters.
 
-    A program without such values, or without exactly one scan over parameters, comes back as it is.
+    A program without such values, or without one scan over parameters longer than any other, comes back as it is.
     """
     deps = _dependencies(program, set(params))
     scans = [
@@ -26,9 +26,10 @@ def carry_along(program: Program, params: Iterable[int]) -> Program:
         for n in program.nodes
         if isinstance(n.op, Scan) and any("p" in deps[id(v)] for v in n.args[n.op.n_carry : n.op.n_carry + n.op.n_xs])
     ]
-    if len(scans) != 1:
+    lengths = sorted((n.op.length for n in scans), reverse=True)
+    if not scans or lengths[:1] == lengths[1:2]:
         return program
-    (scan,) = scans
+    scan = max(scans, key=lambda n: n.op.length)
     op: Scan = scan.op
     at = program.nodes.index(scan)
     before = {id(v): v for n in program.nodes[:at] for v in n.outs if deps[id(v)] >= {"p", "b"}}

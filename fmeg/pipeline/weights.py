@@ -231,10 +231,10 @@ def used_inputs(program: Program, n: int) -> tuple[int, ...]:
 
 
 def split_scan(program: Program) -> Program:
-    """The same backward piece with its `LocalScanBackward` in two nodes."""
+    """The same backward piece with the `LocalScanBackward` over its layers in two nodes."""
     nodes: list[Node] = []
     for n in program.nodes:
-        if not isinstance(n.op, LocalScanBackward):
+        if not isinstance(n.op, LocalScanBackward) or "layers" not in n.tags:
             nodes.append(n)
             continue
         body, loop = n.op.body, n.op.loop()
