@@ -134,7 +134,8 @@ def test_training_follows_bf16():
     for name in (None, "tensorwise", "rowwise", "blockwise"):
         cfg = _config()
         params, batch = _problem(cfg, "cuda")
-        grad = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), precision=RECIPES[name] if name else None)
+        loss_fn = lambda p, b, cfg=cfg: llama.loss(p, b, cfg)
+        grad = fmeg.value_and_grad(loss_fn, precision=RECIPES[name] if name else None)
 
         def step(params, batch, grad=grad):
             (loss, _), grads = grad(params, batch)

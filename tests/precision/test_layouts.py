@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fmeg
 from fmeg import Layout, Mesh, TrainState, optim, precision
 from fmeg.models import llama
+from fmeg.program.errors import ShardingError
 from fmeg.testing import assert_equivalent
 
 TP = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp")
@@ -108,3 +111,29 @@ def test_one_device_with_a_layout_says_the_same():
     want = step(params, batch)[0][0]
     got = fmeg.jit(step, mesh=Mesh(dp=1), layout=Layout(batch="dp"))(params, batch)[0][0]
     assert torch.equal(want, got.global_value())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "nvfp4"])
+def test_a_pipeline_is_one_device(name, schedule):
+    cfg = _config(layers=4)
+    params, batch, axes = _problem(cfg)
+    recipe = replace(RECIPES[name], skip_first=0, skip_last=0)
+    loss = lambda p, b: llama.loss(p, b, cfg)
+    step = fmeg.value_and_grad(loss, microbatches=4, schedule=schedule, precision=recipe)
+    step_of = lambda params, batch: step(params, batch)
+    mesh = Mesh(pp=2, dp=1) if name == "rowwise" else Mesh(pp=2, tp=2)
+    layout = Layout(layers="pp", batch="dp") if name == "rowwise" else Layout(layers="pp", res_seq="tp", **TP)
+    assert_equivalent(step_of, params, batch, mesh=mesh, layout=layout, axes=axes, tol=1e-11)
+
+
+def test_layers_left_out_do_not_fit_a_pipeline():
+    cfg = _config(layers=4)
+    params, batch, axes = _problem(cfg)
+    loss = lambda p, b: llama.loss(p, b, cfg)
+    step = fmeg.value_and_grad(loss, microbatches=2, schedule="1f1b", precision=precision.fp8())
+    f = fmeg.jit(lambda params, batch: step(params, batch), mesh=Mesh(pp=2), layout=Layout(layers="pp"), axes=axes)
+    with pytest.raises(ShardingError, match="skip_first=0 and skip_last=0"):
+        f(params, batch)
+    on_one = fmeg.value_and_grad(loss, microbatches=2, precision=precision.fp8())(params, batch)
+    assert torch.equal(step(params, batch)[0][0], on_one[0][0])
