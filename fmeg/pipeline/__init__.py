@@ -9,7 +9,7 @@ memory_report(step.lower(…))                 bytes that each rank will hold
 with record() as recording: step(…)          what really ran: recording.draw(), .chrome_trace(), .costs()
 """
 
-from fmeg.pipeline.costs import Costs
+from fmeg.pipeline.costs import Costs, LayerCosts
 from fmeg.pipeline.draw import compare, draw
 from fmeg.pipeline.errors import DeadlockError, ScheduleError
 from fmeg.pipeline.export import chrome_trace, png
@@ -26,6 +26,7 @@ __all__ = [
     "Action",
     "Costs",
     "DeadlockError",
+    "LayerCosts",
     "MemoryReport",
     "Recording",
     "Report",

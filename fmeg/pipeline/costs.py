@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
+
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.schedule import COMPUTE, Action
 
@@ -82,3 +84,42 @@ class Costs:
 
         f, b, i, w = (tuple(of(kind, stage) for stage in range(stages)) for kind in "FBIW")
         return cls(f, b, i, w, hop)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one microbatch costs, forward and backward together, in any unit: what comes `before` the layers (the
+    embedding), one `layer`, what comes `after` them (the head and the loss). What `stages=` takes to cut by cost;
+    `Recording.layer_costs` measures it.
+
+    >>> LayerCosts.fitted([(2, True, False, 2.5), (3, False, False, 3.0), (1, False, True, 3.0)])
+    LayerCosts(before=0.5, layer=1.0, after=2.0)
+    """
+
+    before: float
+    layer: float
+    after: float
+
+    @classmethod
+    def fitted(cls, seen: Iterable[tuple[int, bool, bool, float]]) -> LayerCosts:
+        """By least squares, from (layers, whether it is the first stage, the last one, cost) of stages.
+
+        Where that leaves the embedding open, as two stages do, it counts as nothing. No part is negative. ScheduleError
+        if the stages do not tell a layer from the rest.
+        """
+        stages = list(seen)
+        if not any(layers for layers, *_ in stages):
+            raise ScheduleError("LayerCosts: no stage has a layer, so nothing says what one costs")
+        rows = torch.tensor([[n, last, first] for n, first, last, _ in stages], dtype=torch.float64)
+        costs = torch.tensor([cost for *_, cost in stages], dtype=torch.float64)
+        parts = [0]  # columns of `rows` that are known apart: layers, then the head, then the embedding
+        for column in (1, 2):
+            if torch.linalg.matrix_rank(rows[:, [*parts, column]]) > len(parts):
+                parts.append(column)
+        while True:
+            found = torch.linalg.lstsq(rows[:, parts], costs[:, None]).solution[:, 0]
+            if len(parts) == 1 or found.min() >= 0:
+                break
+            del parts[int(found.argmin())]
+        value = dict(zip(parts, found.tolist(), strict=True))
+        return cls(*(round(max(value.get(k, 0.0), 0.0), 12) for k in (2, 0, 1)))

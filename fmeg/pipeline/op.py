@@ -15,7 +15,7 @@ from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.reduce import Reductions, absorb
 from fmeg.pipeline.runtime import Pieces, Worker, run_real, run_virtual
 from fmeg.pipeline.schedule import Schedule
-from fmeg.pipeline.stages import Plan, plan
+from fmeg.pipeline.stages import Plan, Stages, plan
 from fmeg.pipeline.transport import VirtualRanks, ranks_of
 from fmeg.pipeline.weights import halve_stage
 from fmeg.program.cost import flops
@@ -49,7 +49,7 @@ class Pipeline(Accumulate):
     """
 
     schedule: str | Schedule = "1f1b"
-    stages: str | Sequence[int] = "even"
+    stages: Stages = "even"
 
     def partition(self, part: Partitioner, node: Node) -> None:
         axis = self.axis(part.ctx.table, part.ctx.sizes)

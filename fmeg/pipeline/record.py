@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fmeg.mesh.loop import Parts
 from fmeg.mesh.vmap import Stack
-from fmeg.pipeline.costs import Costs, Event
+from fmeg.pipeline.costs import Costs, Event, LayerCosts
 from fmeg.pipeline.draw import Svg, draw
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.export import chrome_trace
@@ -36,6 +36,7 @@ class Run:
                 share of the model: what `peaks` predicts
     peak_bytes  the same in bytes of one device: storages that residuals keep alive beyond parameters and batch, each
                 counted once
+    layers      of each stage of these ranks, (first, past the last)
     split_bytes of each stage with I and W, the bytes of a microbatch's residuals before I, and of what is left for W
     peers       world ranks of this pipeline's processes, if it runs on several
     """
@@ -45,6 +46,7 @@ class Run:
     peak: dict[int, float] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
     split_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
     peers: tuple[int, ...] = ()
 
     @property
@@ -64,13 +66,14 @@ class Run:
         if not self.peers:
             return self
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (self.events, self.peak, self.peak_bytes, self.split_bytes))
+        dist.all_gather_object(every, (self.events, self.peak, self.peak_bytes, self.split_bytes, self.layers))
         out = Run(self.schedule, peers=self.peers)
-        for events, peak, peak_bytes, split_bytes in (every[p] for p in self.peers):
+        for events, peak, peak_bytes, split_bytes, layers in (every[p] for p in self.peers):
             out.events += events
             out.peak |= peak
             out.peak_bytes |= peak_bytes
             out.split_bytes |= split_bytes
+            out.layers |= layers
         return out
 
     def watch(self, rank: int, worker: Any, act: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -79,6 +82,7 @@ class Run:
         device = worker.backend.device if worker.backend is not None else torch.device("cpu")
         chunks = max(1, len(self.schedule.stages_of(rank)))
         self.peak[rank], self.peak_bytes[rank] = 0.0, 0
+        self.layers |= {s: stage.layers for s, stage in worker.stages.items()}
         began: dict[int, float] = {}
 
         def reduced(stage: int) -> None:
@@ -131,6 +135,25 @@ class Recording:
     def costs(self, hop: float = 0.0) -> Costs:
         """`Costs.measured` of all runs: what `schedule.draw(costs=…)` and `schedule.timeline` take, in seconds."""
         return Costs.measured(self.events, self.last().schedule.stages, hop)
+
+    def gathered(self) -> Recording:
+        """The same with what all processes recorded; called on every process of the world."""
+        return Recording([run.gathered() for run in self.runs])
+
+    def layer_costs(self) -> LayerCosts:
+        """What a layer costs, and what comes before and after the layers, in seconds a microbatch: for `stages=`.
+
+        From the medians of each run's stages. Under `torchrun`: `recording.gathered().layer_costs()`, which every
+        process calls, so that all cut alike.
+        """
+        seen = []
+        for run in self.runs:
+            of = Costs.measured(run.events, run.schedule.stages)
+            for s, (first, past) in sorted(run.layers.items()):
+                cost = sum(c[s] for c in (of.F, of.B) if isinstance(c, tuple))
+                seen.append((past - first, s == 0, s == run.schedule.stages - 1, cost))
+        self.last()
+        return LayerCosts.fitted(seen)
 
     def draw(self, **options: Any) -> Svg:
         """The last run as it was: `fmeg.pipeline.draw` of its events."""

@@ -6,10 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fmeg.pipeline.costs import LayerCosts
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.schedule import Schedule
 
 Span = tuple[int, int]
+Stages = str | Sequence[int] | LayerCosts
+"""What `stages=` takes; see `plan`."""
 
 
 def even(layers: int, stages: int) -> list[Span]:
@@ -114,19 +117,19 @@ class Plan:
     order: tuple[int, ...]
 
 
-def plan(
-    schedule: Schedule, layers: int, stages: str | Sequence[int], costs: tuple[float, float, float] | None = None
-) -> Plan:
+def plan(schedule: Schedule, layers: int, stages: Stages, costs: tuple[float, float, float] | None = None) -> Plan:
     """Lay out `layers` on the stages of a schedule.
 
-    stages  "even", "cost" (with `costs` of what is before, one layer, what is after), numbers of layers, or a drawing
-            (`parse`)
+    stages  "even", "cost" (with `costs` of what is before, one layer, what is after), `LayerCosts`, numbers of layers,
+            or a drawing (`parse`)
     """
     n = schedule.stages
     if stages == "even":
         spans = even(layers, n)
     elif stages == "cost":
         spans = by_cost(layers, n, *(costs or (0.0, 1.0, 0.0)))
+    elif isinstance(stages, LayerCosts):
+        spans = by_cost(layers, n, stages.before, stages.layer, stages.after)
     else:
         counts = parse(stages) if isinstance(stages, str) else list(stages)
         if len(counts) != n or sum(counts) != layers or min(counts) < 0:

@@ -12,6 +12,7 @@ import torch
 from fmeg import tree
 from fmeg.pipeline.op import Pipeline
 from fmeg.pipeline.schedule import Schedule
+from fmeg.pipeline.stages import Stages
 from fmeg.pipeline.travel import carry_along
 from fmeg.precision import Recipe, lower_precision, mark
 from fmeg.precision.delayed import by_microbatch, history_of, pushed
@@ -84,7 +85,7 @@ def value_and_grad(
     *,
     microbatches: int = 1,
     schedule: str | Schedule | None = None,
-    stages: str | Sequence[int] = "even",
+    stages: Stages = "even",
     precision: Recipe | None = None,
 ) -> Callable[..., Any]:
     """Loss and gradient of `loss_fn(params, batch, *rest)` by `params`.
@@ -99,7 +100,8 @@ def value_and_grad(
 
     `schedule` (a name such as "1f1b", see `fmeg.pipeline`, or a Schedule) says how the microbatches run where the
     layout puts `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by
-    FLOPs, the head counted), numbers such as (3, 3, 2), or a drawing such as "Et*3|t*3|ttL".
+    FLOPs, the head counted), measured costs (`fmeg.pipeline.Recording.layer_costs`), numbers such as (3, 3, 2), or a
+    drawing such as "Et*3|t*3|ttL".
 
     `precision` (see `fmeg.precision`) says which products run in FP8 or less; the loss function is as it was. With
     delayed scaling the returned function takes `amax=` too, what earlier steps saw (see `amax_history`), and
@@ -345,7 +347,7 @@ def _traced(
     batch: Any,
     rest: tuple,
     schedule: str | Schedule | None,
-    stages: str | Sequence[int],
+    stages: Stages,
     precision: Recipe | None,
     amax: dict[str, torch.Tensor] | None,
 ) -> Any:
