@@ -30,6 +30,8 @@ class Collective:
 
     def backward(self, rec: Any, node: Node, inputs: list, cts: list, wanted: list[bool]) -> list:
         """The transpose of the map from all ranks' inputs to all ranks' results (for local code under `shard_map`)."""
+        if self is EXCHANGE_ROWS:
+            raise TraceError("exchange_rows has no gradient in local code: use fmeg.ops.dispatch and combine, which do")
         axes, rest = node.args[1], node.args[2:]
         out: list[Any] = []
         for i, (ct, want) in enumerate(zip(cts, wanted, strict=True)):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg.ops._common import wide
+from fmeg.ops._common import differentiated, wide
 from fmeg.program.primitive import Primitive
 
 
@@ -28,6 +28,11 @@ def _tail(packed: Tensor, total: Tensor | None, rows: int) -> Tensor:
     return torch.cat([packed, packed.new_zeros(missing, packed.shape[1])]) if missing else packed
 
 
+def _fused(*tensors: Tensor) -> bool:
+    """Whether a kernel does it: on CUDA, up to float32, where no derivative is asked for."""
+    return all(x.is_cuda and x.dtype != torch.float64 for x in tensors) and not differentiated(*tensors)
+
+
 def _slots(rows: Tensor, inverse: Tensor, total: Tensor | None) -> Tensor:
     """Each slot's row; 0 where it has none."""
     out = rows.index_select(0, inverse)
@@ -40,6 +45,10 @@ def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor 
     >>> unpack(torch.tensor([[2.0], [1.0]]), torch.tensor([1, 0]), None, k=2).tolist()
     [[3.0]]
     """
+    if _fused(rows):
+        from fmeg.kernels import _triton_pack
+
+        return _triton_pack.weigh(rows, inverse, total, None, k)
     slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
     out = slots[:, 0]
     for j in range(1, k):
@@ -50,6 +59,10 @@ def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor 
 def weigh(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor | None, weights: Tensor) -> Tensor:
     """out[t] = Σ_j weights[t, j] rows[inverse[t·k + j]], in float32, slots in their order."""
     k = weights.shape[1]
+    if _fused(rows, weights):
+        from fmeg.kernels import _triton_pack
+
+        return _triton_pack.weigh(rows, inverse, total, weights, k)
     slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
     w = weights.to(slots.dtype)
     out = slots[:, 0] * w[:, :1]
@@ -69,6 +82,10 @@ def weigh_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of `weigh`'s rows (packed, and `out_rows` of them) and weights."""
     k = weights.shape[1]
+    if _fused(ct, rows, weights):
+        from fmeg.kernels import _triton_pack
+
+        return _triton_pack.weigh_bwd(ct, rows, order, total, weights, out_rows)
     wide_ct = wide(ct)
     slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
     dweights = (slots * wide_ct[:, None]).sum(-1).to(weights.dtype)

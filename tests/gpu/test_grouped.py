@@ -7,6 +7,7 @@ import torch
 
 from fmeg import Layout, Mesh, jit, tree
 from fmeg.kernels import grouped
+from fmeg.ops import pack
 from fmeg.ops.grouped import _loop, _loop_dw
 from tests.ops.experts import AXES, BATCH_AXES, problem, step
 
@@ -117,3 +118,27 @@ def test_step(kind, dtype, routing):
                 a = a.global_value().cpu().double()
                 error = (a - e).abs().max() / e.abs().max()
                 assert error <= (1e-10 if dtype == torch.float64 else 0.05), (mesh, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "k", "d", "total"), [(5, 3, 40, None), (7, 2, 1100, 9), (3, 1, 5, 0), (64, 8, 2048, 300)]
+)
+def test_adding_up(tokens, k, d, total, dtype):
+    """The kernels of `fmeg.ops.pack` against its formulas, where rows that nobody has hold NaN."""
+    slots = tokens * k
+    g = torch.Generator().manual_seed(0)
+    order = torch.randperm(slots, generator=g)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(slots))
+    rows, ct = (torch.randn(n, d, generator=g).to(dtype) for n in (slots + 3, tokens))
+    weights, limit = torch.randn(tokens, k, generator=g), None if total is None else torch.tensor(total)
+    rows[slots if total is None else total :] = torch.nan
+    bwd = (ct, rows, order, inverse, limit, weights, slots + 2)
+    want = pack.unpack(rows, inverse, limit, k), pack.weigh(rows, inverse, limit, weights), *pack.weigh_bwd(*bwd)
+    rows, ct, order, inverse, weights = (t.cuda() for t in (rows, ct, order, inverse, weights))
+    limit = None if limit is None else limit.cuda()
+    bwd = (ct, rows, order, inverse, limit, weights, slots + 2)
+    _poison()
+    got = pack.unpack(rows, inverse, limit, k), pack.weigh(rows, inverse, limit, weights), *pack.weigh_bwd(*bwd)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.cpu(), b, **({} if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)))
