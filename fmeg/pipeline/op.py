@@ -21,7 +21,7 @@ from fmeg.pipeline.weights import halve_stage
 from fmeg.program.cost import flops
 from fmeg.program.ir import Node, Program
 from fmeg.program.structured import Accumulate, Loop, Scan, ScanForward
-from fmeg.sharding.execute import Executable
+from fmeg.sharding.execute import Executable, Mode
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.residuals import rematerialise
 from fmeg.sharding.structured import accumulate, sum_home
@@ -124,9 +124,9 @@ class LocalPipeline:
     def loop(self) -> Loop:
         return Loop(self.body, self.plan.schedule.microbatches, "microbatch", summed=len(self.body.outputs))
 
-    def build(self, backend: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    def build(self, backend: Any, mode: Mode) -> Callable[[Sequence[Any]], list[Any]]:
         """Ready to run: pieces compiled for the ranks of this process."""
-        return _Runner(self, backend)
+        return _Runner(self, backend, mode)
 
 
 class _Partition:
@@ -210,8 +210,8 @@ class _Partition:
 class _Runner:
     """Builds the stages of this process's ranks once, and runs them every step."""
 
-    def __init__(self, op: LocalPipeline, backend: Any) -> None:
-        self.op, self.ranks = op, ranks_of(backend, op.axis)
+    def __init__(self, op: LocalPipeline, backend: Any, mode: Mode) -> None:
+        self.op, self.ranks, self.mode = op, ranks_of(backend, op.axis), mode
         cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
         schedule, spans = op.plan.schedule, op.plan.spans
         if op.reductions.moves:
@@ -228,7 +228,7 @@ class _Runner:
 
     def _pieces(self, stage: Stage, s: int) -> Pieces:
         def executable(program: Program) -> Executable:
-            return Executable(program, self.ranks.inner, self.bodies)
+            return Executable(program, self.ranks.inner, self.bodies, self.mode)
 
         forward = executable(stage.forward)
         kinds = {a.kind for line in self.op.plan.schedule.actions for a in line if a.stage == s}

@@ -28,7 +28,7 @@ from fmeg.program.primitive import Primitive
 from fmeg.program.structured import Loop
 from fmeg.sharding.buffers import Stack, Sum
 from fmeg.sharding.coalesce import apart, together
-from fmeg.sharding.execute import Executable
+from fmeg.sharding.execute import Executable, Mode
 from fmeg.sharding.local import LocalScanBackward
 
 aten = torch.ops.aten
@@ -163,9 +163,9 @@ class ScanInputs:
     def loop(self) -> Loop:
         return Loop(self.halves.first, self.scan.length, "scan body backward", self.scan.n_carry)
 
-    def build(self, backend: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    def build(self, backend: Any, mode: Mode) -> Callable[[Sequence[Any]], list[Any]]:
         b, op, halves = backend, self.scan, self.halves
-        body = Executable(halves.first, b)
+        body = Executable(halves.first, b, mode=mode)
         keep = used_inputs(halves.second, len(halves.first.inputs))
         n_c, early = op.n_carry, halves.early
 
@@ -202,9 +202,9 @@ class ScanWeights:
     def loop(self) -> Loop:
         return Loop(self.halves.second, self.scan.length, "scan body backward")
 
-    def build(self, backend: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    def build(self, backend: Any, mode: Mode) -> Callable[[Sequence[Any]], list[Any]]:
         b, op, halves = backend, self.scan, self.halves
-        body = Executable(halves.second, b)
+        body = Executable(halves.second, b, mode=mode)
         n_in = len(halves.first.inputs)
         keep, stacked = used_inputs(halves.second, n_in), op.n_carry + op.n_ct_xs
 
