@@ -18,7 +18,8 @@ def kernel(
     """Which kernel computes it: "cudnn", "flash" or None.
 
     `shift` is the key position of query 0 (None: t - s). cuDNN aligns a causal mask at the first key, so it takes
-    squares; flash at the last. Neither knows packed segments.
+    squares; flash at the last. Neither knows packed segments. Flash wants one size of heads: smaller ones are padded
+    with zeros (multi-head latent attention: 192 for q and k, 128 for v).
     """
     if q.device.type != "cuda" or q.dtype not in HALF or segments or min(q.numel(), k.numel()) == 0:
         return None
@@ -30,7 +31,7 @@ def kernel(
         return None
     if window is None and (s == t or not causal) and max(e, f) <= 128 and _hopper(q.device):
         return "cudnn"
-    return "flash" if e == f and (s <= t or not causal) else None
+    return "flash" if s <= t or not causal else None
 
 
 def _hopper(device: torch.device) -> bool:
@@ -63,10 +64,12 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(o, lse)."""
+    f = v.shape[3]
+    q, k, v = _one_size(q, k, v)
     o, lse, *_ = aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale, **_window(window)
     )
-    return o, lse.transpose(1, 2)
+    return o[..., :f], lse.transpose(1, 2)
 
 
 def flash_backward(
@@ -75,11 +78,19 @@ def flash_backward(
     """(dq, dk, dv)."""
     seed = lse.new_zeros(2, dtype=torch.uint64)
     stats = lse.transpose(1, 2).contiguous()
+    e, f = q.shape[3], v.shape[3]
+    q, k, v, o, do = _one_size(q, k, v, o, do)
     dq, dk, dv = aten._flash_attention_backward(
         do, q, k, v, o, stats, None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed, scale=scale,
         **_window(window),
     )  # fmt: skip
-    return dq, dk, dv
+    return dq[..., :e], dk[..., :e], dv[..., :f]
+
+
+def _one_size(*xs: Tensor) -> list[Tensor]:
+    """Heads padded with zeros to the largest."""
+    n = max(x.shape[3] for x in xs)
+    return [x if x.shape[3] == n else torch.nn.functional.pad(x, (0, n - x.shape[3])) for x in xs]
 
 
 def _window(window: int | None) -> dict[str, int]:
