@@ -25,7 +25,7 @@ from fmeg.sharding.coalesce import coalesce, coalesce_where
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-_PRODUCT_NAMES = {"einsum", "scaled_einsum", "attention", "attention_fwd"}
+_PRODUCT_NAMES = {"einsum", "grouped_matmul", "scaled_einsum", "attention", "attention_fwd"}
 
 
 def is_cheap(node: Node) -> bool:
@@ -235,6 +235,14 @@ def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[
 
 
 def _joined(body: Program) -> Program:
-    """Without dead nodes, and with fewer collectives: maxima (of scales, of a softmax) that need not wait for one another
-    are one, where the first is used."""
-    return coalesce_where(coalesce(dce(body)), lambda n: n.op is ALL_REDUCE and n.args[2] == "max" and len(n.outs) == 1)
+    """Without dead nodes, and with fewer collectives: maxima (of scales, of a softmax) and gathers of parameters that need
+    not wait for one another are one, where the first is used."""
+    return coalesce_where(coalesce(dce(body)), _waits)
+
+
+def _waits(node: Node) -> bool:
+    if len(node.outs) != 1:
+        return False
+    if node.op is ALL_GATHER:
+        return bool(node.tags.get("reason") == "parameter")
+    return node.op is ALL_REDUCE and node.args[2] == "max"
