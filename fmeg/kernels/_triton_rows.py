@@ -8,37 +8,86 @@ import triton.language as tl
 
 
 @triton.jit
+def _seen(x, top, total):
+    """Running maximum and Σ 2^(x - maximum) of every lane, with x in bits (times log2 e)."""
+    new = tl.maximum(top, x)
+    return new, total * tl.exp2(top - new) + tl.exp2(x - new)
+
+
+@triton.jit
 def cross_entropy(
-    logits, targets, ct, loss, z_loss, smoothing, width: tl.constexpr, vocab: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, ct, loss, z_loss, smoothing,
+    width: tl.constexpr, vocab: tl.constexpr, BLOCK: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its loss, and the loss's gradient in place of the logits. Two passes, the second from L2."""
-    row = tl.program_id(0).to(tl.int64)
-    base = logits + row * width
+    """One row a program: its loss, and the loss's gradient in place of the logits, in two passes.
+
+    Lanes keep sums of their own, so that the first pass never waits for its neighbours; whole blocks are not masked.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * width
     target = tl.load(targets + row)
     picked = tl.load(base + target).to(tl.float32)
     cols = tl.arange(0, BLOCK)
-    top = -1e30
-    total = 0.0
-    plain = 0.0
-    for start in range(0, vocab, BLOCK):
-        mask = start + cols < vocab
-        x = tl.load(base + start + cols, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
-        new = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), 0)
-        plain += tl.sum(tl.where(mask, x, 0.0), 0)
-        top = new
-    lse = top + tl.log(total)
-    c = tl.load(ct + row)
-    value = (1.0 - smoothing) * (lse - picked) + smoothing * (lse - plain / vocab) + z_loss * lse * lse
+    FULL: tl.constexpr = vocab // BLOCK * BLOCK
+    top = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, FULL, BLOCK):
+        x = tl.load(base + start + cols, eviction_policy="evict_last").to(tl.float32)
+        if SMOOTH:
+            plain += x
+        top, total = _seen(x * LOG2E, top, total)
+    if FULL < vocab:
+        mask = FULL + cols < vocab
+        x = tl.load(base + FULL + cols, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        if SMOOTH:
+            plain += tl.where(mask, x, 0.0)
+        top, total = _seen(x * LOG2E, top, total)
+    most = tl.max(top, 0)
+    bits = most + tl.log2(tl.sum(total * tl.exp2(top - most), 0))
+    lse = bits / LOG2E
+    value = (1.0 - smoothing) * (lse - picked) + z_loss * lse * lse
+    if SMOOTH:
+        value += smoothing * (lse - tl.sum(plain, 0) / vocab)
     tl.store(loss + row, value)
+    c = tl.load(ct + row)
     scale = c * (1.0 + 2.0 * z_loss * lse)
-    hit = c * (1.0 - smoothing)
     low = c * smoothing / vocab
-    for start in range(0, width, BLOCK):
-        here = start + cols
-        x = tl.load(base + here, mask=here < vocab, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
-        d = scale * tl.exp(x - lse) - tl.where(here < vocab, low, 0.0) - tl.where(here == target, hit, 0.0)
-        tl.store(base + here, d.to(logits.dtype.element_ty), mask=here < width)
+    for start in range(0, FULL, BLOCK):
+        at = base + start + cols
+        x = tl.load(at, eviction_policy="evict_first").to(tl.float32)
+        tl.store(at, (scale * tl.exp2(x * LOG2E - bits) - low).to(logits.dtype.element_ty))
+    for start in range(FULL, width, BLOCK):
+        at = base + start + cols
+        here = start + cols < vocab
+        x = tl.load(at, mask=here, other=-float("inf")).to(tl.float32)
+        d = tl.where(here, scale * tl.exp2(x * LOG2E - bits) - low, 0.0)
+        tl.store(at, d.to(logits.dtype.element_ty), mask=start + cols < width)
+    tl.debug_barrier()
+    hit = scale * tl.exp2(picked * LOG2E - bits) - low - c * (1.0 - smoothing)
+    tl.store(base + target, hit.to(logits.dtype.element_ty))
+
+
+@triton.jit
+def rope(
+    x, table, out, rows, table_rows, heads, stride_row, stride_head, sign,
+    HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """One row of all heads a program: pairs (i, i + HALF) turned by (cos, sign · sin) of the row's position."""
+    row = tl.program_id(0)
+    i = tl.arange(0, PAIRS)[None, :]
+    h = tl.arange(0, HEADS)[:, None]
+    mask = (h < heads) & (i < HALF)
+    angle = table + (row % table_rows) * (2 * HALF) + 2 * i
+    cos = tl.load(angle, mask=i < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle + 1, mask=i < HALF, other=0.0).to(tl.float32) * sign
+    at = x + row.to(tl.int64) * stride_row + h * stride_head + i
+    x1 = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    to = out + (row.to(tl.int64) * heads + h) * (2 * HALF) + i
+    tl.store(to, (x1 * cos - x2 * sin).to(out.dtype.element_ty), mask=mask)
+    tl.store(to + HALF, (x2 * cos + x1 * sin).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

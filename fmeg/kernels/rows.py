@@ -1,4 +1,5 @@
-"""Row-wise operations in one pass over memory, by Triton: losses with their gradient, and the gradient of RMS norms.
+"""Operations in one pass over memory: by Triton losses with their gradient, norms' gradients and rotations; by cuBLAS
+products that are added to what is there.
 
 Each is an operation of torch's under the name `fmeg::…`, so that tracers and compilers see one opaque call.
 """
@@ -52,10 +53,10 @@ def cross_entropy_into(
     """
     width = logits.shape[-1]
     loss = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    block = min(8192, _power(width))
+    block = min(4096, _power(width))
     _programs().cross_entropy[(targets.numel(),)](
         logits, targets.contiguous(), ct.contiguous(), loss, z_loss, label_smoothing, width, vocab, BLOCK=block,
-        num_warps=16 if block >= 4096 else 4,
+        SMOOTH=label_smoothing != 0.0, num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return loss
 
@@ -79,7 +80,8 @@ def rms_norm_backward(
     block = _power(width)
     _programs().rms_norm_backward[(programs,)](
         x, w, ct, residual.contiguous() if residual is not None else None, dx, parts, rows, eps, width,
-        EACH=-(-rows // programs), BLOCK=block, WEIGHTED=w is not None, ADDED=residual is not None, num_warps=max(1, min(16, block // 256)),
+        EACH=-(-rows // programs), BLOCK=block, WEIGHTED=w is not None, ADDED=residual is not None,
+        num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
     return dx, parts.sum(0).to(w.dtype) if w is not None else parts
 
@@ -91,19 +93,61 @@ def _(x: Tensor, w: Tensor | None, ct: Tensor, residual: Tensor | None, eps: flo
     )
 
 
-@torch.library.custom_op("fmeg::mm_into", mutates_args=("out",))
-def mm_into(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """out = a b, or out + a b, summed in float32; a "m k", b "k n", out of float32 and m·n elements, contiguous.
+@torch.library.custom_op("fmeg::rope", mutates_args=())
+def rope(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
+    """As `fmeg.ops.rope` on whole heads, half-split; x "b s h e" of any strides but 1 in e, table "(b) s e/2 2"."""
+    b, s, heads, e = x.shape
+    if x.stride(3) != 1 or x.stride(0) != s * x.stride(1):
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    table = table.contiguous()
+    _programs().rope[(b * s,)](
+        x, table, out, b * s, table.numel() // e, heads, x.stride(1), x.stride(2), -1.0 if inverse else 1.0,
+        HALF=e // 2, HEADS=_power(heads), PAIRS=_power(e // 2), num_warps=4,
+    )  # fmt: skip
+    return out
 
-    `out` is seen as a matrix in here: a compiled caller would take a view's place in memory for fixed.
+
+@rope.register_fake
+def _(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def as_matrices(a: Tensor, b: Tensor, rows: int, columns: int, transposed: list[bool]) -> tuple[Tensor, Tensor]:
+    """Operands of any shape as "rows k" and "k columns", each given so or as its transpose."""
+    depth = a.numel() // rows
+    left = a.reshape(depth, rows).t() if transposed[0] else a.reshape(rows, depth)
+    right = b.reshape(columns, depth).t() if transposed[1] else b.reshape(depth, columns)
+    return left, right
+
+
+@torch.library.custom_op("fmeg::mm_into", mutates_args=("out",))
+def mm_into(out: Tensor, a: Tensor, b: Tensor, rows: int, columns: int, transposed: list[bool], add: bool) -> None:
+    """out = a b, or out + a b, summed in float32: a holds a matrix "rows k", b "k columns", or their transposes.
+
+    `out` of float32, contiguous, of rows·columns elements. Everything is seen as a matrix in here: a compiler takes a
+    view's place in memory for fixed, and computes anew what it sees through two views.
     """
-    matrix = out.view(a.shape[0], b.shape[1])
+    left, right = as_matrices(a, b, rows, columns, transposed)
+    matrix = out.view(rows, columns)
     if add:
-        torch.ops.aten.addmm.dtype_out(matrix, a, b, out.dtype, out=matrix)
+        torch.ops.aten.addmm.dtype_out(matrix, left, right, out.dtype, out=matrix)
     else:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=matrix)
+        torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=matrix)
 
 
 @mm_into.register_fake
-def _(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+def _(out: Tensor, a: Tensor, b: Tensor, rows: int, columns: int, transposed: list[bool], add: bool) -> None:
+    return None
+
+
+@torch.library.custom_op("fmeg::mm_add", mutates_args=("c",))
+def mm_add(c: Tensor, a: Tensor, b: Tensor, rows: int, columns: int, transposed: list[bool]) -> None:
+    """c + a b into c, rounded once; operands as in `mm_into`, c contiguous, of rows·columns elements."""
+    left, right = as_matrices(a, b, rows, columns, transposed)
+    c.view(rows, columns).addmm_(left, right)
+
+
+@mm_add.register_fake
+def _(c: Tensor, a: Tensor, b: Tensor, rows: int, columns: int, transposed: list[bool]) -> None:
     return None

@@ -4,6 +4,7 @@ hoist           casts of scanned parameters leave the scan
 late            what is made of inputs alone is made where it is first used
 common          equal operations between two loops are one
 wide            products that are cast to a wider type are summed into it
+added           products begin from what they are added to
 norms           a norm's gradient and the residual stream's in one pass
 chunked_loss    a linear layer and its cross entropy in chunks of rows, logits never in full
 pipeline        all of them, in order

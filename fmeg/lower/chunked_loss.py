@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fmeg.lower.rewrite import in_order, uses, with_nodes
+from fmeg.ops.contract import product_into
 from fmeg.ops.cross_entropy import cross_entropy_bwd_p, cross_entropy_p, loss_and_gradient
-from fmeg.ops.einsum import einsum_into, einsum_p, parse_equation
+from fmeg.ops.einsum import einsum_matrices, einsum_p, parse_equation
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
 from fmeg.program.structured import Loop
 from fmeg.sharding.buffers import Stack, Sum
@@ -49,7 +50,7 @@ class ChunkedLoss:
         w_type = self.body.outputs[2].type
         options = loss.kwargs
         order = [i for i, v in enumerate(to_w.operands()) if v is self.body.inputs[0]]
-        into = einsum_into(to_w.args[0], *(v.shape for v in to_w.operands()))
+        shape = einsum_matrices(to_w.args[0], *(v.shape for v in to_w.operands()))
         run = einsum_p.run()
 
         def chunk(i: int, x: Tensor, w: Tensor, t: Tensor, c: Tensor, losses: Tensor, dx: Tensor, dw: Tensor) -> None:
@@ -58,8 +59,8 @@ class ChunkedLoss:
             del logits
             dx[i] = run(to_x.args[0], *((d, w) if to_x.operands()[0] is not linear.operands()[1] else (w, d)))
             pair = (x, d) if order == [0] else (d, x)
-            if into is not None:
-                into(dw, *pair, i > 0)
+            if shape is not None:
+                product_into(shape, dw, *pair, i > 0)
             elif i:
                 dw.add_(run(to_w.args[0], *pair, **to_w.kwargs))
             else:

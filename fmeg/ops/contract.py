@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmeg.kernels.rows import mm_into
+from fmeg.kernels.rows import as_matrices, mm_add, mm_into
 
 HALF = (torch.bfloat16, torch.float16)
 Names = tuple[str, ...]
@@ -61,18 +62,34 @@ def product(
     return lambda x, y: finish(matmul(left(x), right(y)))
 
 
-def product_into(
-    a: Names, b: Names, out: Names, shape_a: Shape, shape_b: Shape
-) -> Callable[[Tensor, Tensor, Tensor, bool], None] | None:
-    """As `product`, into memory that is given: f(result, x, y, add) writes x·y, or adds it, summed in result's dtype.
+class Matrices(NamedTuple):
+    """A product as one of matrices "rows k" and "k columns", or their transposes, in the order `swap` says.
 
-    None where the result would have to be rearranged, or is a batch of products.
+    `a` and `b` bring the operands, so taken, into an order in which they are matrices without moving."""
 
-    >>> f = product_into(("s", "d"), ("s", "f"), ("d", "f"), (3, 2), (3, 5))
-    >>> total = torch.ones(2, 5)
-    >>> f(total, torch.ones(3, 2), torch.ones(3, 5), True)
-    >>> total[0, 0]
-    tensor(4.)
+    swap: bool
+    rows: int
+    columns: int
+    a: Callable[[Tensor], Tensor]
+    b: Callable[[Tensor], Tensor]
+    transposed: list[bool]
+
+    def operands(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int, int, list[bool]]:
+        """What the kernels take."""
+        x, y = (y, x) if self.swap else (x, y)
+        return self.a(x), self.b(y), self.rows, self.columns, self.transposed
+
+    def plain(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The product by `mm`, summed in `dtype`."""
+        return _wide(torch.mm, dtype, *as_matrices(*self.operands(x, y)))
+
+
+def matrices(a: Names, b: Names, out: Names, shape_a: Shape, shape_b: Shape) -> Matrices | None:
+    """How a contraction is one product of matrices whose result lies as the contraction's; None if it is not.
+
+    >>> m = matrices(("s", "d"), ("s", "f"), ("d", "f"), (3, 2), (3, 5))
+    >>> m.rows, m.columns, m.transposed
+    (2, 5, [True, False])
     """
     contracted = [x for x in a if x in b and x not in out]
     m, n = ([x for x in names if x in out] for names in (a, b))
@@ -84,25 +101,51 @@ def product_into(
     if list(out) != [*m, *n]:
         return None
     sizes = dict(zip((*a, *b), (*shape_a, *shape_b), strict=True))
-    rows, depth, columns = (prod(sizes[x] for x in names) for names in (m, contracted, n))
-    left, right = (
-        _arranged(a, [*m, *contracted], (rows, depth), False),
-        _arranged(b, [*contracted, *n], (depth, columns), False),
-    )
+    rows, columns = (prod(sizes[x] for x in names) for names in (m, n))
+    left, ta = _ordered(a, m, contracted)
+    right, tb = _ordered(b, contracted, n)
+    return Matrices(swap, rows, columns, left, right, [ta, tb])
 
-    def run(result: Tensor, x: Tensor, y: Tensor, add: bool) -> None:
-        x, y = (y, x) if swap else (x, y)
-        x, y = left(x).reshape(rows, depth), right(y).reshape(depth, columns)
-        if result.device.type == "cuda" and x.dtype in HALF and result.dtype == torch.float32:
-            mm_into(result, x, y, add)
-            return
-        made = _wide(torch.mm, result.dtype, x, y).view(result.shape)
-        if add:
-            result.add_(made)
-        else:
-            result.copy_(made)
 
-    return run
+def _ordered(have: Names, first: list[str], second: list[str]) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """A tensor with its dimensions in the order "first second", or, untouched, in the order "second first" (True)."""
+    if have == (*second, *first):
+        return _same, True
+    order = _order([*first, *second], have)
+    return _same if order is None else lambda x: x.permute(order), False
+
+
+def product_into(m: Matrices, result: Tensor, x: Tensor, y: Tensor, add: bool) -> None:
+    """Write the product into given memory, or add it to what is there, summed in the result's dtype.
+
+    >>> total = torch.ones(2, 5)
+    >>> m = matrices(("s", "d"), ("s", "f"), ("d", "f"), (3, 2), (3, 5))
+    >>> product_into(m, total, torch.ones(3, 2), torch.ones(3, 5), True)
+    >>> total[0, 0]
+    tensor(4.)
+    """
+    if result.device.type == "cuda" and x.dtype in HALF and result.dtype == torch.float32:
+        mm_into(result, *m.operands(x, y), add)
+        return
+    made = m.plain(x, y, result.dtype).view(result.shape)
+    if add:
+        result.add_(made)
+    else:
+        result.copy_(made)
+
+
+def product_plus(m: Matrices, c: Tensor, x: Tensor, y: Tensor, free: bool) -> Tensor:
+    """c plus the product, rounded once on CUDA; c has the result's shape, and its memory is the result's if `free`.
+
+    >>> m = matrices(("s", "d"), ("s", "f"), ("d", "f"), (3, 2), (3, 5))
+    >>> product_plus(m, torch.ones(2, 5), torch.ones(3, 2), torch.ones(3, 5), False)[0, 0]
+    tensor(4.)
+    """
+    if c.device.type == "cuda" and c.dtype in HALF:
+        total = c if free and c.is_contiguous() else c.clone(memory_format=torch.contiguous_format)
+        mm_add(total, *m.operands(x, y))
+        return total
+    return c + m.plain(x, y, c.dtype).view(c.shape)
 
 
 def _wide(matmul: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:

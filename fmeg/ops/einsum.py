@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmeg.ops._eager import Eager
-from fmeg.ops.contract import product, product_into
+from fmeg.ops.contract import Matrices, matrices, product
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule
@@ -98,10 +98,10 @@ def _plain(equation: str, *operands: Tensor, dtype: torch.dtype | None = None) -
 
 
 @lru_cache(maxsize=4096)
-def einsum_into(equation: str, *shapes: tuple[int, ...]) -> Callable[[Tensor, Tensor, Tensor, bool], None] | None:
-    """What writes a product of two operands of these shapes into given memory (see `contract.product_into`)."""
+def einsum_matrices(equation: str, *shapes: tuple[int, ...]) -> Matrices | None:
+    """A contraction of two operands of these shapes as one product of matrices (see `contract.matrices`)."""
     ins, out = parse_equation(equation)
-    return product_into(ins[0], ins[1], out, shapes[0], shapes[1]) if len(ins) == 2 else None
+    return matrices(ins[0], ins[1], out, shapes[0], shapes[1]) if len(ins) == 2 else None
 
 
 def _vjp(args: tuple, kwargs: dict, outs: tuple, cts: tuple) -> tuple[Tensor, ...]:

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg.ops._common import check_float, elements
+from fmeg.kernels import rows
+from fmeg.ops._common import check_float, differentiated, elements
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Rule, rule
@@ -183,6 +184,9 @@ def _reference(
     x: Tensor, table: Tensor, inverse: bool = False, interleaved: bool = False, part: Part = "all"
 ) -> Tensor:
     """Turned by the conjugate of the table if `inverse`: its transpose, and its inverse where cos² + sin² = 1."""
+    whole = not interleaved and x.shape[-1] == 2 * table.shape[-2]
+    if whole and rows.fits(x, x.shape[-1] * x.shape[-2]) and not differentiated(x, table):
+        return rows.rope(x, table, inverse)
     turning, rest = _split(x, table, part)
     x1, x2, cos, sin = _parts(turning, table, interleaved)
     sin = -sin if inverse else sin

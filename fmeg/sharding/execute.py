@@ -28,8 +28,8 @@ from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import LOCAL_SLICE
 from fmeg.sharding.segment import NOTHING, Chunk, as_function, by_variation
 
-Mode = Literal["eager", "inductor"]
-MODES: tuple[Mode, ...] = ("eager", "inductor")
+Mode = Literal["eager", "inductor", "cudagraph"]
+MODES: tuple[Mode, ...] = ("eager", "inductor", "cudagraph")
 Step = Callable[[list[Any]], None]
 _LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
 
@@ -67,6 +67,11 @@ class Executable:
         dying, unused = self._deaths(groups, kept)
         self.unused = tuple(s for s in range(self.n_inputs) if s in unused)
         self.steps: list[Step] = [self._step(g, d) for g, d in zip(groups, dying, strict=True)]
+
+    @property
+    def written(self) -> dict[int, int]:
+        """Results, by number, that lie in the memory of an input, by number, once it has run."""
+        return {i: self.into[s] for i, (is_slot, s) in enumerate(self.outputs) if is_slot and s in self.into}
 
     def _slot(self, v: Value) -> int:
         return self.slots.setdefault(id(v), len(self.slots))

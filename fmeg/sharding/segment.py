@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fmeg.ops.einsum import einsum_into, einsum_p
+from fmeg.ops.contract import product_into
+from fmeg.ops.einsum import einsum_matrices, einsum_p
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Value, values_in
 from fmeg.sharding.lowering import lowering, returns_sequence
@@ -182,7 +184,8 @@ def _product_into(node: Node, slots: Slots, into: Slots, used: Mapping[int, Any]
     out = slots[id(node.outs[0])]
     if out not in into or out in used:
         return None
-    return einsum_into(node.args[0], *(v.shape for v in node.operands()))
+    shape = einsum_matrices(node.args[0], *(v.shape for v in node.operands()))
+    return partial(product_into, shape) if shape is not None else None
 
 
 def by_variation(nodes: Sequence[Node], slots: Slots, known: Mapping[int, int]) -> list[list[Node]]:

@@ -24,6 +24,7 @@ from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.array import Array
 from fmeg.sharding.coalesce import coalesce_where
 from fmeg.sharding.execute import MODES, Executable, Mode
+from fmeg.sharding.graph import Graph
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.spec import Layout, resolve
 from fmeg.sharding.value import Placed, Placement, Sizes, count, local_size
@@ -75,7 +76,15 @@ class Lowered:
         if mode == "eager":
             return Compiled(self, Executable(program, backend))
         into = self._reused() if backend.plain else {}
-        return Compiled(self, Executable(lower(program), backend, mode=mode, into=into))
+        executable = Executable(lower(program), backend, mode=mode, into=into)
+        if mode == "inductor":
+            return Compiled(self, executable)
+        if not backend.plain or backend.device.type != "cuda":
+            raise ValueError(
+                f"compile: a CUDA graph records one CUDA device, this mesh is {self.mesh} on {backend.device.type}; "
+                "use mode='inductor'"
+            )
+        return Compiled(self, executable, Graph(executable.run, executable.written))
 
     def _reused(self) -> dict[int, int]:
         """For results, the input that is given up and has the same type and placement: the first such, in order."""
@@ -118,6 +127,7 @@ class Compiled:
 
     lowered: Lowered
     executable: Executable
+    graph: Graph | None = None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         low = self.lowered
@@ -133,7 +143,7 @@ class Compiled:
                 x.give(low.name)
         shared = _storages(v for v, given in zip(values, low.donated, strict=False) if not given)
         with torch.no_grad():
-            outs = self.executable.run(values)
+            outs = (self.graph or self.executable.run)(values)
         results = []
         for got, placement, v, layers in zip(
             outs, low.outputs, low.traced.program.outputs, low.layers_out, strict=True
@@ -542,7 +552,8 @@ def jit(
               and using them again is an error. For `state = step(state, batch)`: two states never exist side by side.
               A plain tensor stays the caller's
     mode      "eager": operations one by one; "inductor": runs of them between collectives are fused and compiled, each
-              scan body once for all its layers
+              scan body once for all its layers; "cudagraph": that, and from the third call on the step is replayed as
+              one CUDA graph
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
     another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a
