@@ -1,14 +1,15 @@
 """The layout matrix: tensor, sequence, context and data parallelism, alone, in pairs and in triples.
 
-Each of four tables lists the ways to use a kind of parallelism; the matrix is their product, as far as the devices and
-the model's sizes go.
+Each of three tables lists the ways to use a kind of parallelism; the matrix is their product, as far as the devices and
+the model's sizes go. Experts, where a model has them, lie by turns on no axis, on those that shard tokens, on those of
+tensor parallelism, and on all, in either order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from fmeg.mesh import Mesh
@@ -96,6 +97,23 @@ def _fits(case: Case, sizes: Mapping[str, int]) -> bool:
     )
 
 
+def _experts(case: Case, view: Mapping[str, Any], sizes: Mapping[str, int], turn: int) -> dict[str, Any]:
+    """Where the experts of a case lie, and their inner dimension: on the axes of tensor parallelism that they leave."""
+    tensor = view.get("heads", ())
+    tokens = tuple(a for a in case.mesh.axes if a not in tensor)
+    ways = [(), tokens, tensor, (*tokens, *tensor), (*tensor, *tokens)]
+    fit = [axes for axes in (*ways[turn % 5 :], *ways) if sizes["experts"] % case.mesh.axis_size(axes) == 0]
+    inner = () if set(tensor) & set(fit[0]) else tensor
+    shared = {"shared_ff": tensor} if sizes.get("shared_ff") else {}
+    return {"experts": fit[0], "expert_ff": inner, **shared}
+
+
+def _experts_at_rest(view: dict[str, Any], experts: tuple[str, ...]) -> dict[str, Any]:
+    """With what shards `embed` at rest and does not shard experts, for experts too."""
+    left = tuple(a for a in view.get("embed", ()) if a not in experts)
+    return {**view, "expert_embed": left} if left else view
+
+
 def cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Case]:
     """The matrix for a model of these sizes (of its logical axes, `batch`, `seq` and `res_seq` among them).
 
@@ -106,12 +124,16 @@ def cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Case]:
     >>> len(names) > 60, "zero3 ring2 tp2+sp" in names
     (True, True)
     """
+    turn = count()
     for data, context, tensor in product(DATA.items(), CONTEXT.items(), TENSOR.items()):
         if data[1].microbatches > 1 and context[0] and tensor[0]:
             continue
         case = _join(tensor, context, data)
         view: dict[str, Any] = {k: v for k, v in case.layout.compute if k in sizes}
         rest: dict[str, Any] = {name: dict(getattr(case.layout, name)) for name in ("params", "grads", "opt")}
+        if "experts" in sizes:
+            view |= _experts(case, view, sizes, next(turn))
+            rest |= {n: _experts_at_rest(v, view["experts"]) for n, v in rest.items()}
         layout = Layout(**rest, attention=case.layout.attention, **view)
         case = replace(case, layout=layout)
         if case.mesh.size <= devices and _fits(case, sizes):

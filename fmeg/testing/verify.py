@@ -50,19 +50,27 @@ def shrink(cfg: Any) -> Any:
     """A preset's config at the size of a test, in float64: its traits stay, its sizes go.
 
     Grouped-query attention keeps its kind with 8 query heads and 4 key heads; the vocabulary becomes prime, and padded;
-    a window becomes 5; weights start larger, so that no gradient is lost in the embedding's.
+    a window becomes 5; weights start larger, so that no gradient is lost in the embedding's. A mixture has 8 experts,
+    in 4 groups if in any.
 
     >>> shrink(presets.get("mistral-7b")).window
     5
     """
     new: dict[str, Any] = dict(embed=16, layers=2, heads=8, head_dim=4, ff=32, max_seq=SEQ, vocab_size=61)
     new |= dict(vocab_multiple=8, dtype=torch.float64, compute_dtype=None, init_std=0.3)
+    new |= dict(experts=8, expert_ff=8, dense_layers=1, q_latent=12, kv_latent=8, nope_dim=6, rope_dim=4, v_dim=4)
     have = {f.name for f in fields(cfg)}
     if "kv_heads" in have:
         new["kv_heads"] = 8 if cfg.kv_heads == cfg.heads else 4
     if getattr(cfg, "window", None) is not None:
         new["window"] = 5
-    return replace(cfg, **new)
+    if getattr(cfg, "q_latent", 0) is None:
+        new["q_latent"] = None
+    if "router" in have:
+        grouped = dict(groups=4, top_groups=2) if cfg.router.groups > 1 else {}
+        new["router"] = replace(cfg.router, top_k=min(cfg.router.top_k, 3), **grouped)
+        new["shared_ff"] = 8 if cfg.shared_ff else 0
+    return replace(cfg, **{name: value for name, value in new.items() if name in have})
 
 
 def config(name: str = DEFAULT) -> Any:

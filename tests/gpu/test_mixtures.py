@@ -85,7 +85,8 @@ def test_a_step_on_the_gpu(name, dtype):
 
     axes = {"params": model.logical_axes(cfg), "batch": {**batch_axes(), "positions": "batch seq"}}
     jitted = fmeg.jit(step, mesh=Mesh(dp=1), layout=Layout(batch="dp", experts="dp"), axes=axes, strict=True)
-    (loss, here), got = jitted(tree.map(to, params), tree.map(to, batch))
+    with CUDA:
+        (loss, here), got = jitted(tree.map(to, params), tree.map(to, batch))
     value = lambda x: (x.global_value() if hasattr(x, "global_value") else x).cpu()
     if dtype == torch.float64:
         torch.testing.assert_close(value(loss), want, rtol=1e-10, atol=0)

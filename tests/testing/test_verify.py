@@ -54,6 +54,30 @@ def test_every_preset_shrinks_to_something_with_its_traits():
         assert len(list(cases(sizes_of(cfg)))) >= 60
 
 
+def test_experts_lie_everywhere_by_turns():
+    """On no axis, on those of tokens, on those of tensor parallelism, on both; never twice on one, at rest either."""
+    sizes = sizes_of(config("deepseek-v3"))
+    found = list(cases(sizes))
+    assert len(found) == len(list(cases({k: v for k, v in sizes.items() if k != "experts"})))
+    seen = set()
+    for case in found:
+        view, rest = case.layout.view("compute"), case.layout.view("params")
+        experts, inner, left = view["experts"], view["expert_ff"], rest.get("expert_embed", ())
+        assert len({*experts, *inner, *left}) == len(experts) + len(inner) + len(left)
+        assert view["shared_ff"] == view.get("heads", ()) and sizes["experts"] % case.mesh.axis_size(experts) == 0
+        seen |= {("tp" in experts, "dp" in experts), ("inner", bool(inner)), ("left", bool(left))}
+    assert len(seen) == 8
+
+
+def test_rows_of_a_mixture_with_further_predictions():
+    cfg = config("deepseek-v3")
+    assert cfg.router.groups == 4 and cfg.mtp_layers == 1 and cfg.router_bias
+    wanted = {"zero3 tp2+sp", "dp2 m2 tp2"}
+    rows = list(verify(cfg, [c for c in cases(sizes_of(cfg), 4) if c.name in wanted], steps=2))
+    assert len(rows) == 2 and all(row.ok for row in rows), rows
+    assert any(row.collectives.get("exchange_rows") for row in rows)
+
+
 def test_gradients_are_kept_and_passed_on():
     opt = keep_gradients()
     g = {"w": torch.ones(2)}
