@@ -181,15 +181,15 @@ def _amax_local(info: Local, x: Tensor, grid: Grid) -> Tensor:
     from fmeg.ops.collectives import all_reduce
 
     m = amax_p(x, _local_grid(info, grid))
-    axes = tuple(a for d, g in enumerate(grid) if g != 1 for a in info.axes(f"d{d}.in" if g else f"d{d}"))
-    return all_reduce(m, axes, op="max") if axes else m
+    axes = {a for d, g in enumerate(grid) if g != 1 for a in info.axes(f"d{d}.in" if g else f"d{d}")}
+    return all_reduce(m, tuple(sorted(axes)), op="max") if axes else m
 
 
 def _amax_rule(node: Node) -> Rule:
     x, grid = node.args
     dims, of_scale, sizes = grid_factors(_names(x.ndim), x.shape, grid)
     shared = {f for d in dims for f in d} - {f for d in of_scale for f in d}
-    return Rule((dims,), (of_scale,), sizes, resolved=frozenset(shared), local=_amax_local)
+    return Rule((dims,), (of_scale,), sizes, resolved=frozenset(shared), local=_amax_local, at_rest=True)
 
 
 def _quantize_local(
@@ -203,7 +203,7 @@ def _quantize_rule(node: Node) -> Rule:
     dims, of_scale, sizes = grid_factors(_names(x.ndim), x.shape, grid)
     ins = (dims, of_scale) if top is None else (dims, of_scale, ((),) * x.ndim)
     shared = {f for d in dims for f in d} - {f for d in of_scale for f in d}
-    return Rule(ins, (dims, of_scale), sizes, resolved=frozenset(shared), local=_quantize_local)
+    return Rule(ins, (dims, of_scale), sizes, resolved=frozenset(shared), local=_quantize_local, at_rest=True)
 
 
 amax_p = Primitive("amax", _amax, rule=_amax_rule)

@@ -47,9 +47,13 @@ class _Rewriter:
     made: dict[tuple, tuple[Value, ...]] = field(default_factory=dict)
     known: dict[str, Value] = field(default_factory=dict)  # by site: largest values of earlier steps
     seen: dict[str, dict[int, Value]] = field(default_factory=dict)  # by site and role: those of this one
+    early: set[int] = field(default_factory=set)  # ids of the nodes before the first product
+    start: Node | None = None
 
     def run(self) -> Program:
         nodes = self.joint.nodes
+        self.start = next(n for n in nodes if n.op is einsum_p and TAG in n.tags)
+        self.early = {id(n) for n in nodes[: nodes.index(self.start)]}
         self.known = {n.args[2]: n.args[1] for n in nodes if n.op is tap_p}
         for n in nodes:
             if n.op is einsum_p and TAG in n.tags:
@@ -81,25 +85,30 @@ class _Rewriter:
         grids: list[Grid] = []
         for i, (v, names) in enumerate(zip((a, b), ins, strict=True)):
             of_gradient = i == cotangent
-            grids.append(use.recipe.grid(names, sizes, mm, i == use.parameter and not of_gradient))
+            parameter = i == use.parameter and not of_gradient
+            grids.append(use.recipe.grid(names, sizes, mm, parameter))
             format = use.recipe.gradient if of_gradient else use.recipe.forward
+            early = parameter and not backward and (v.node is None or id(v.node) in self.early)
+            near = self.start if early and self.start is not None else node
             if use.recipe.delayed:
                 role = 2 if of_gradient else int(i == use.parameter)
                 args += self._delayed(v, role, format, node, use.site)
             else:
-                args += self._quantized(v, grids[-1], format, node)
+                args += self._quantized(v, grids[-1], format, node, near)
         node.op = scaled_einsum_p
         node.args, node.kwargs = (equation, *args, tuple(grids), node.outs[0].dtype, not backward), {}
 
-    def _quantized(self, v: Value, grid: Grid, format: Format, user: Node) -> tuple[Value, ...]:
-        """q and scale of a value: made right before their first user, or, if that is far away, right after `amax`."""
+    def _quantized(self, v: Value, grid: Grid, format: Format, user: Node, at: Node) -> tuple[Value, ...]:
+        """q and scale of a value, made right before the node `at`, or, if that is far away, right after `amax`.
+
+        A layer's parameters are made at its first product, so that on a mesh they are gathered together."""
         key = (id(v), grid, format)
         if key in self.made:
             return self.made[key]
         moved = _moved(v, grid)
         if moved is not None:
-            q, s = self._quantized(moved.args[0], grid, format, user)
-            near = self._place(q, user)
+            q, s = self._quantized(moved.args[0], grid, format, user, at)
+            near = self._place(q, at)
             spec = moved.args[1]
             of_scale = tuple(e if g == 1 else None for e, g in zip(spec, grid, strict=True))
             placed = [self._emit(shard_p, (x, e), (x.type,), v, user, near)[0] for x, e in ((q, spec), (s, of_scale))]
@@ -108,7 +117,7 @@ class _Rewriter:
         amax = self._amax(v, grid, user)
         top = self._amax(amax, (0,) * v.ndim, user) if format.scale == "nested" else None
         types = (TensorType(v.shape, format.dtype), TensorType(amax.shape, torch.float32))
-        near = self._place(amax if top is None else top, user)
+        near = self._place(amax if top is None else top, at)
         self.made[key] = self._emit(quantize_p, (v, amax, top, grid, format), types, v, user, near)
         return self.made[key]
 
@@ -150,11 +159,11 @@ class _Rewriter:
             self.made[key] = self._emit(amax_p, (v, grid), (TensorType(shape, torch.float32),), v, user, near)
         return self.made[key][0]
 
-    def _place(self, last: Value, user: Node) -> list[Node]:
-        """Where what follows from `last` goes that `user` needs."""
+    def _place(self, last: Value, at: Node) -> list[Node]:
+        """Where what follows from `last` goes that is needed at a node."""
         assert last.node is not None
-        near = _is_backward(last) == (user.phase == "B")
-        return (self.before if near else self.after).setdefault(id(user if near else last.node), [])
+        near = _is_backward(last) == (at.phase == "B")
+        return (self.before if near else self.after).setdefault(id(at if near else last.node), [])
 
     def _emit(
         self, op: Primitive, args: tuple, types: Sequence[TensorType], of: Value, user: Node, where: list[Node]

@@ -62,6 +62,7 @@ class Rule:
                 exchanged
                 for a split of factor `to` (all_to_all) before the operation; `give_back` lists the results that are
                 brought back to where the operands were
+    at_rest     of a parameter (the first operand) it is done where that rests, and the results are brought into use
     tied        groups of factors of different operands that one mesh axis may shard together (queries and keys)
     """
 
@@ -78,6 +79,7 @@ class Rule:
     tied: tuple[tuple[str, ...], ...] = ()
     exchange: tuple[str, str, dict[str, str]] | None = None
     give_back: frozenset[int] = frozenset()
+    at_rest: bool = False
 
     def contracted(self) -> set[str]:
         """Factors of the operands that no result has."""

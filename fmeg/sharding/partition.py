@@ -28,7 +28,7 @@ from fmeg.program.errors import ShardingError
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
 from fmeg.program.recorder import constant
-from fmeg.program.rule import Rule
+from fmeg.program.rule import Dims, Rule
 from fmeg.program.trace import record_flat
 from fmeg.sharding.policy import OWED, Solver, drop_minor, split_dims
 from fmeg.sharding.ragged import check_move, rows_of
@@ -278,9 +278,9 @@ class Partitioner:
             return self._whole(node)
         rule = rule_for(node)
         operands = [self.placed(v) for v in node.operands()]
-        at_rest = len(operands) == 1 and operands[0].use is not None and _elementwise(rule)
+        at_rest = bool(operands) and operands[0].use is not None and self._stays_at_rest(rule, operands[0])
         if at_rest:
-            operands = [_resting(operands[0])]
+            operands = [_resting(p) for p in operands]
         hints = [self._hint(node, i) for i in range(len(node.outs))]
         solver = Solver(rule, operands, hints, self.ctx.sizes, node.phase == "B")
         sol = solver.solve()
@@ -300,11 +300,10 @@ class Partitioner:
         weight = bool(operands) and all(p.weight for p in originals)
         for v, placement, local in zip(node.outs, sol.outs, outs, strict=True):
             same = at_rest or (len(originals) == 1 and _elementwise(rule))
-            fields = (
-                {"in_use": originals[0].in_use, "use": originals[0].use if at_rest else None, "derived": at_rest}
-                if same
-                else {}
-            )
+            fields: dict[str, Any] = {"in_use": originals[0].in_use, "derived": at_rest} if same else {}
+            if at_rest:
+                use = self._used_as(rule, originals[0], rule.outs[v.index])
+                fields |= {"use": use, "in_use": use}
             guest = bool(rule.prefer) or any(p.guest for p in originals)
             reduced = _reduced(placement, originals)
             made = ragged if (rows,) in rule.outs[v.index] else None
@@ -312,6 +311,23 @@ class Partitioner:
             if v.node is not None and v.index in rule.give_back and homes[v.index] != placement:
                 self.get(p, homes[v.index], "rule")
                 p.home = homes[v.index]
+
+    def _stays_at_rest(self, rule: Rule, p: Placed) -> bool:
+        """Whether a parameter need not be brought into use: for what is elementwise on it alone (a cast), and what its
+        rule allows, if the rule can be sharded as the parameter is."""
+        if not rule.at_rest:
+            return len(rule.ins) == 1 and _elementwise(rule)
+        assert p.use is not None
+        for dims in (p.home.dims, p.use.dims):
+            claimed = split_dims(rule.ins[0], dims, rule.sizes, self.ctx.sizes)
+            if {a for axes in claimed.values() for a in axes} != {a for d in dims for a in d}:
+                return False
+        return True
+
+    def _used_as(self, rule: Rule, p: Placed, out: Dims) -> Placement:
+        """Where a result is used that is made of a parameter at rest: as the parameter is."""
+        assert p.use is not None
+        return Placement(_dims_of(out, split_dims(rule.ins[0], p.use.dims, rule.sizes, self.ctx.sizes)))
 
     def _operand(self, p: Placed, asked: Placed, target: Placement, reason: str) -> Value:
         if p.use is not None and asked.use is not None and p.home != target and p.use != p.home:

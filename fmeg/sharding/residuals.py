@@ -235,14 +235,21 @@ def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[
 
 
 def _joined(body: Program) -> Program:
-    """Without dead nodes, and with fewer collectives: maxima (of scales, of a softmax) and gathers of parameters that need
-    not wait for one another are one, where the first is used."""
-    return coalesce_where(coalesce(dce(body)), _waits)
+    """Without dead nodes, and with fewer collectives: maxima (of scales, of a softmax) and gathers of parameters that
+    need not wait for one another are one, where the first is used."""
+    body = coalesce(dce(body))
+    after: dict[int, list[Node]] = {}  # gathers of parameters, where their operand is made
+    for n in body.nodes:
+        if _gathers_parameter(n) and (made := n.operands()[0].node) is not None:
+            after.setdefault(id(made), []).append(n)
+    moved = {id(n) for nodes in after.values() for n in nodes}
+    body.nodes = [m for n in body.nodes if id(n) not in moved for m in (n, *after.get(id(n), ()))]
+    return coalesce_where(body, lambda n: _gathers_parameter(n) or _is_maximum(n))
 
 
-def _waits(node: Node) -> bool:
-    if len(node.outs) != 1:
-        return False
-    if node.op is ALL_GATHER:
-        return bool(node.tags.get("reason") == "parameter")
-    return node.op is ALL_REDUCE and node.args[2] == "max"
+def _gathers_parameter(node: Node) -> bool:
+    return node.op is ALL_GATHER and node.tags.get("reason") == "parameter" and len(node.outs) == 1
+
+
+def _is_maximum(node: Node) -> bool:
+    return node.op is ALL_REDUCE and node.args[2] == "max" and len(node.outs) == 1

@@ -104,6 +104,16 @@ def test_what_travels_between_layers_travels_in_a_byte():
     assert sum("7 more" in line for line in forward) == 1
 
 
+def test_parameters_at_rest_are_gathered_in_a_byte_and_at_once():
+    table = str(_collectives(precision.fp8(skip_first=0, skip_last=0), "tp, sp, zero3"))
+    body = [line for line in table.splitlines() if line.startswith("scan body") and "all_gather" in line]
+    parameters = [line for line in body if "parameter" in line]
+    assert len(parameters) == 4  # of products and of norms, forward and again
+    assert sum("f8e4m3" in line and "6 more" in line for line in parameters) == 2
+    assert sum("bf16" in line and "1 more" in line for line in parameters) == 2
+    assert all("f8e" in line for line in body if line not in parameters)
+
+
 def test_one_device_with_a_layout_says_the_same():
     cfg = _config()
     params, batch, _ = _problem(cfg)
