@@ -7,6 +7,7 @@ import torch
 
 from fmeg.lower.rewrite import uses, with_nodes
 from fmeg.ops.einsum import einsum_p
+from fmeg.precision.scaled import scaled_einsum_p
 from fmeg.program.ir import Node, Program
 
 _to_copy = torch.ops.aten._to_copy.default
@@ -22,11 +23,21 @@ def widen(program: Program) -> Program:
         if n.op is not _to_copy or n.kwargs != {"dtype": torch.float32}:
             continue
         product = maker.get(id(n.args[0]))
-        if product is None or product.op is not einsum_p or product.kwargs or used[id(n.args[0])] != [n]:
+        if product is None or used[id(n.args[0])] != [n] or n.args[0].dtype not in (torch.bfloat16, torch.float16):
             continue
-        if n.args[0].dtype not in (torch.bfloat16, torch.float16) or len(product.args) != 3:
-            continue
-        kwargs = {"dtype": torch.float32}
-        swapped[id(product)] = Node(einsum_p, product.args, kwargs, n.outs, product.source, product.phase, product.tags)
-        dropped.add(id(n))
+        wide = _wide(product)
+        if wide is not None:
+            args, kwargs = wide
+            op, source, phase, tags = product.op, product.source, product.phase, product.tags
+            swapped[id(product)] = Node(op, args, kwargs, n.outs, source, phase, tags)
+            dropped.add(id(n))
     return with_nodes(program, [swapped.get(id(n), n) for n in program.nodes if id(n) not in dropped])
+
+
+def _wide(product: Node) -> tuple[tuple, dict] | None:
+    """Arguments for a result in float32; None for what is no product of two."""
+    if product.op is einsum_p and not product.kwargs and len(product.args) == 3:
+        return product.args, {"dtype": torch.float32}
+    if product.op is scaled_einsum_p:
+        return (*product.args[:6], torch.float32, *product.args[7:]), {}
+    return None

@@ -7,6 +7,7 @@ later, float and power-of-two scales a tensor, a row, or DeepSeek-V3's blocks), 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -23,6 +24,7 @@ from fmeg.program.primitive import Primitive
 from fmeg.program.rule import Local, Rule
 
 Names = tuple[str, ...]
+log = logging.getLogger("fmeg")
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,16 @@ def _default(
 ) -> Tensor:  # fmt: skip
     kind = hardware(equation, a, b, grids, dtype)
     if kind is None:
+        if a.is_cuda:
+            _say(equation, tuple(a.shape), tuple(b.shape), grids)
         return _reference(equation, a, sa, b, sb, grids, dtype, fast)
     return _hardware(kind, equation, (a, sa), (b, sb), dtype, fast)
+
+
+@lru_cache(maxsize=1024)
+def _say(equation: str, a: tuple[int, ...], b: tuple[int, ...], grids: tuple[Grid, Grid]) -> None:
+    """Once a product: it is emulated, at more cost than in bf16."""
+    log.warning("precision: this GPU has no product for %s of %s and %s, scaled by %s: emulated", equation, a, b, grids)
 
 
 def hardware(

@@ -101,7 +101,6 @@ def _gradients(cfg, recipe, device, mesh=None, layout=None, **options):
 
 RECIPES = {
     "tensorwise": precision.fp8(),
-    "delayed": precision.fp8("delayed"),
     "rowwise": precision.fp8("rowwise"),
     "blockwise": precision.fp8("blockwise", power_of_two=True),
     "mxfp8": precision.mxfp8(),
@@ -109,14 +108,24 @@ RECIPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def exact():
+    return _gradients(_config(compute_dtype=torch.float32), None, "cpu")
+
+
+def _errors(grads, exact):
+    return [float((a - b).norm() / b.norm()) for a, b in zip(grads, exact[1], strict=True)]
+
+
 @pytest.mark.parametrize("mode", ["eager", "inductor"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_is_near_that_of_the_cpu(name, mode):
+def test_a_step_is_as_exact_as_that_of_the_cpu(exact, name, mode):
+    """One value that rounds differently is a step of a whole eighth: what agrees is the size of the error."""
     loss, grads = _gradients(_config(), RECIPES[name], "cpu")
     got, on_gpu = _gradients(_config(), RECIPES[name], "cuda", mode=mode)
     assert got == pytest.approx(loss, rel=2e-3)
-    for a, b in zip(on_gpu, grads, strict=True):
-        assert (a - b).norm() < (0.3 if name in ("nvfp4", "delayed") else 0.1) * b.norm()
+    for ours, theirs in zip(_errors(on_gpu, exact), _errors(grads, exact), strict=True):
+        assert ours < 1.25 * theirs + 0.01
 
 
 def test_a_step_on_a_virtual_mesh():
@@ -126,7 +135,7 @@ def test_a_step_on_a_virtual_mesh():
     got, others = _gradients(_config(), RECIPES["tensorwise"], "cuda", Mesh(dp=2, tp=2), layout, strict=True)
     assert got == pytest.approx(loss, rel=1e-3)
     for a, b in zip(others, grads, strict=True):
-        assert (a - b).norm() < 0.1 * b.norm()
+        assert (a - b).norm() < 0.15 * b.norm()
 
 
 def test_training_follows_bf16():
