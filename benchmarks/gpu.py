@@ -80,15 +80,17 @@ class Row:
     versions: str = ""
 
 
-def make_step(cfg: llama.Config) -> tuple[Any, Any]:
-    """(train step, optimizer)."""
+def make_step(cfg: llama.Config, recipe: str | None = None) -> tuple[Any, Any]:
+    """(train step, optimizer). `recipe`: of FP8, for all layers."""
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1))
+
+    precision = fmeg.precision.fp8(recipe, skip_first=0, skip_last=0) if recipe else None
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return llama.loss(params, batch, cfg)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        (loss, _), grads = fmeg.value_and_grad(loss_fn)(state.params, batch)
+        (loss, _), grads = fmeg.value_and_grad(loss_fn, precision=precision)(state.params, batch)
         updates, opt = optimizer.update(grads, state.opt, state.params)
         return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss}
 
@@ -118,12 +120,12 @@ def random_state(cfg: llama.Config, optimizer: Any, mesh: Mesh) -> TrainState:
     return tree.map(place, state)
 
 
-def one(model: str, mode: str, steps: int, profile: str | None) -> Row:
+def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | None = None) -> Row:
     """Train for some steps in this process."""
     cfg, (rows, seq) = MODELS[model]
     mesh = Mesh()
     torch.set_default_device("cuda")
-    step, optimizer = make_step(cfg)
+    step, optimizer = make_step(cfg, recipe)
     state = random_state(cfg, optimizer, mesh)
     ids = torch.randint(0, cfg.vocab_size, (rows, seq + 1), generator=torch.Generator("cuda").manual_seed(0))
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "mask": torch.ones(rows, seq)}
@@ -144,8 +146,9 @@ def one(model: str, mode: str, steps: int, profile: str | None) -> Row:
     tokens = rows * seq / median
     flops = llama.flops_per_token(cfg, seq)
     versions = f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
+    name = f"{mode}, fp8 {recipe}" if recipe else mode
     return Row(
-        model, mode, "fmeg", tokens, tokens * flops / PEAK, torch.cuda.max_memory_allocated(), first_step_s=times[0],
+        model, name, "fmeg", tokens, tokens * flops / PEAK, torch.cuda.max_memory_allocated(), first_step_s=times[0],
         loss=loss, versions=versions,
     )  # fmt: skip
 
@@ -220,6 +223,7 @@ def main() -> None:
     a.add_argument("--mode", default="inductor")
     a.add_argument("--steps", type=int, default=14)
     a.add_argument("--profile")
+    a.add_argument("--fp8", help="recipe")
     b = commands.add_parser("suite")
     b.add_argument("models", nargs="+", choices=MODELS)
     b.add_argument("--modes", nargs="+", default=["inductor"])
@@ -227,7 +231,7 @@ def main() -> None:
     b.add_argument("--json", default="gpu.json")
     args = parser.parse_args()
     if args.command == "one":
-        print("ROW " + json.dumps(asdict(one(args.model, args.mode, args.steps, args.profile))))
+        print("ROW " + json.dumps(asdict(one(args.model, args.mode, args.steps, args.profile, args.fp8))))
     else:
         suite(args.models, args.modes, args.peers, args.json)
 

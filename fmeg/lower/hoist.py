@@ -22,7 +22,8 @@ def hoist_casts(program: Program) -> Program:
     wanted: dict[int, set[torch.dtype | None]] = {}
     for n in program.nodes:
         for v, inner in _slices(n):
-            wanted.setdefault(id(v), set()).add(_only_cast(n.op.body, inner))
+            if readers := uses(n.op.body).get(id(inner)):
+                wanted.setdefault(id(v), set()).add(_only_cast(readers))
     found = {i: next(iter(d)) for i, d in wanted.items() if len(d) == 1 and None not in d}
     made: dict[int, Value] = {}
     nodes: list[Node] = []
@@ -53,9 +54,8 @@ def _slices(node: Node) -> list[tuple[Value, Value]]:
     return list(zip(xs, inner, strict=True))
 
 
-def _only_cast(body: Program, v: Value) -> torch.dtype | None:
+def _only_cast(readers: list[Node | None]) -> torch.dtype | None:
     """The dtype to which every reader casts an input; None if a reader does anything else."""
-    readers = uses(body).get(id(v), [])
     dtypes = {
         n.kwargs["dtype"] if n is not None and n.op is _to_copy and set(n.kwargs) == {"dtype"} else None
         for n in readers
