@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from fmeg.pipeline.comms import with_parameters
-from fmeg.pipeline.cut import Cutter, Stage, longest
+from fmeg.pipeline.cut import Cutter, Stage
 from fmeg.pipeline.errors import ScheduleError
+from fmeg.pipeline.places import place
 from fmeg.pipeline.reduce import Reductions, absorb
 from fmeg.pipeline.runtime import Pieces, Worker, run_real, run_virtual
 from fmeg.pipeline.schedule import Schedule
+from fmeg.pipeline.stacks import Stacks, find_stacks
 from fmeg.pipeline.stages import Plan, Stages, plan
 from fmeg.pipeline.transport import VirtualRanks, ranks_of
 from fmeg.pipeline.weights import halve_stage
 from fmeg.program.cost import flops
 from fmeg.program.ir import Node, Program
-from fmeg.program.structured import Accumulate, Loop, Scan, ScanForward
+from fmeg.program.structured import Accumulate, Loop, ScanForward
 from fmeg.sharding.execute import Executable, Mode
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.residuals import rematerialise
@@ -32,12 +34,26 @@ TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Storage:
-    """How layers are stored along a mesh axis: `order` as in `Plan`; `stored` = (axis, layers, rows a rank) where
-    uneven."""
+    """How a pipeline stores the stacks of its scans along a mesh axis.
+
+    orders  for each scan the global layer of each stored row, as in `Plan`; None where in their own order
+    stored  layers -> rows a rank, of stacks that are stored unevenly
+    """
 
     axis: str
-    order: tuple[int, ...]
-    stored: tuple[str, int, int] | None
+    lengths: tuple[int, ...]
+    orders: tuple[tuple[int, ...] | None, ...]
+    stored: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, axis: str, plan: Plan) -> Storage:
+        orders = tuple(
+            None if order == tuple(range(n)) else order for n, order in zip(plan.lengths, plan.orders, strict=True)
+        )
+        uneven = {
+            n: rows for n, rows, order in zip(plan.lengths, plan.rows, plan.orders, strict=True) if len(order) != n
+        }
+        return cls(axis, plan.lengths, orders, tuple(uneven.items()))
 
 
 @dataclass(eq=False)
@@ -65,22 +81,29 @@ class Pipeline(Accumulate):
             raise ScheduleError(f"Layout: layers={axes!r} names several mesh axes; a pipeline runs along one")
         return axes[0] if axes else None
 
-    def storage(self, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Storage | None:
-        """How the stages' layers are stored; None where in their own order, the same number on each rank."""
+    def storage(
+        self, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], layered: Sequence[int]
+    ) -> tuple[Storage, Stacks] | None:
+        """How stacks are stored, and which inputs and outputs they are; None without a pipeline's axis.
+
+        layered   inputs with the logical axis `layers` in front
+        """
         axis = self.axis(table, sizes)
         if axis is None:
             return None
-        p, layers = self.plan(sizes[axis]), self.scan().length
-        if p.order == tuple(range(layers)):
-            return None
-        return Storage(axis, p.order, (axis, layers, p.rows) if len(p.order) != layers else None)
+        stacks = self.stacks(layered, axis)
+        return Storage.of(axis, self.plan(sizes[axis], stacks)), stacks
 
-    def scan(self) -> Scan:
-        """The scan over the layers."""
-        scans = [n.op.pair.scan for n in self.body.nodes if isinstance(n.op, ScanForward)]
-        return longest(scans, lambda scan: scan.length)
+    def stacks(self, layered: Sequence[int], axis: str) -> Stacks:
+        """The scans over layers, and what has a row a layer of them."""
+        if not layered:
+            raise ScheduleError(
+                f'Layout: layers="{axis}" but no parameter has an axis `layers` in front; a pipeline needs '
+                "stacked layers"
+            )
+        return find_stacks(self.body, layered, self.owners)
 
-    def plan(self, ranks: int) -> Plan:
+    def plan(self, ranks: int, stacks: Stacks) -> Plan:
         """The schedule for that many ranks, and its stages' layers."""
         from fmeg.pipeline.names import by_name
 
@@ -95,15 +118,26 @@ class Pipeline(Accumulate):
                 f"microbatches, but the mesh has {ranks} and value_and_grad "
                 f"has microbatches={self.steps}"
             )
-        return plan(schedule, self.scan().length, self.stages, self._costs() if self.stages == "cost" else None)
+        costs = self._costs(stacks) if self.stages == "cost" else None
+        return plan(schedule, stacks.lengths, self.stages, costs)
 
-    def _costs(self) -> tuple[float, float, float]:
-        """Forward FLOPs of what is before the layers, of one layer, of what is after."""
+    def _costs(self, stacks: Stacks) -> tuple[float, list[float], float]:
+        """Forward FLOPs of what is before the layers, of each layer, of what is behind them. What lies between two
+        scans counts with the first layer behind it."""
+        number = {id(n): k for k, n in enumerate(stacks.scans)}
         forward = [n for n in self.body.nodes if n.phase == "F"]
-        scan = self.scan()
-        at = next(i for i, n in enumerate(forward) if isinstance(n.op, ScanForward) and n.op.pair.scan is scan)
-        before, after = (float(flops(Program((), part, ()))) for part in (forward[:at], forward[at + 1 :]))
-        return before, float(flops(scan.body)), after
+        kinds = {id(v): frozenset("p" if i in self.owners.values() else "b") for i, v in enumerate(self.body.inputs)}
+        results = [o for i, o in enumerate(self.body.outputs) if i not in self.owners]
+        places = place(forward, kinds, results, stacks.scans)[0]
+        gaps = [0.0] * (len(number) + 1)
+        for n in forward:
+            if id(n) not in number and n.outs:
+                gaps[places.home.get(id(n.outs[0]), 0)] += float(flops(Program((), [n], ())))
+        layers: list[float] = []
+        for k, n in enumerate(stacks.scans):
+            each = float(flops(n.op.pair.scan.body if isinstance(n.op, ScanForward) else n.op.body))
+            layers += [each + (gaps[k] if k else 0.0), *(each for _ in range(stacks.lengths[k] - 1))]
+        return gaps[0], layers, gaps[-1]
 
 
 @dataclass(eq=False)
@@ -115,9 +149,9 @@ class LocalPipeline:
     batched: tuple[bool, ...]
     axis: str
     params: tuple[int, ...]
-    staged: tuple[int, ...]
+    staged: Mapping[int, int]  # inputs that are stacks of layers -> their scan
     n_sums: int
-    stacked: frozenset[int]  # outputs that are gradients of staged parameters
+    stacked: Mapping[int, int]  # outputs that are: gradients of stacks, and what scans stack -> their scan
     reductions: Reductions = field(default_factory=Reductions)
     name: str = "pipeline"
 
@@ -142,13 +176,15 @@ class _Partition:
     def run(self) -> None:
         part, op, child = self.part, self.op, self.child
         operands = [part.placed(v) for v in self.node.operands()]
-        inputs, args, staged, params = [], [], [], []
+        layered = [i for i, p in enumerate(operands) if self._is_stack(p)]
+        stacks = op.stacks(layered, self.axis)
+        staged, stacked = stacks.of, stacks.stacked
+        inputs, args, params = [], [], []
         for i, (v, p, batched) in enumerate(zip(op.body.inputs, operands, op.batched, strict=True)):
             own = p.in_use is not None
             if own:
                 params.append(i)
-            if own and p.layers and p.home.dims[0] == (self.axis,):
-                staged.append(i)
+            if i in staged:
                 home = p.home.whole()
                 inner = Placed(v.type, self._without(home), {}, self._in_use(p), self._in_use(p), None, True)
             else:
@@ -166,19 +202,13 @@ class _Partition:
         outs = [child.get(child.placed(o), h, "border") for o, h in zip(op.body.outputs, homes, strict=True)]
         body = rematerialise(child.finish(inputs, outs, op.body.names))
         n_sums = len(op.body.outputs) - len(op.owners)
-        stacked = frozenset(i for i, owner in op.owners.items() if owner in staged)
-        if not staged:
-            raise ScheduleError(
-                f'Layout: layers="{self.axis}" but no parameter has an axis `layers` in front; a pipeline needs '
-                "stacked layers"
-            )
         local = LocalPipeline(
             body,
-            op.plan(part.ctx.sizes[self.axis]),
+            op.plan(part.ctx.sizes[self.axis], stacks),
             op.batched,
             self.axis,
             tuple(params),
-            tuple(staged),
+            staged,
             n_sums,
             stacked,
         )
@@ -191,6 +221,9 @@ class _Partition:
             summed = i < n_sums and (inner.reduced or not inner.home.pending)  # over microbatches and stages
             part.define(o, placement, value, reduced=summed)
 
+    def _is_stack(self, p: Placed) -> bool:
+        return p.in_use is not None and p.layers and p.home.dims[0] == (self.axis,)
+
     def _off(self, p: Placement) -> Placement:
         """Whole along the pipeline's axis."""
         return Placement(tuple(tuple(a for a in d if a != self.axis) for d in p.dims))
@@ -201,7 +234,7 @@ class _Partition:
     def _in_use(self, p: Placed) -> Placement | None:
         return self._without(p.in_use) if p.in_use is not None else None
 
-    def _outer(self, i: int, home: Placement, stacked: frozenset[int]) -> Placement:
+    def _outer(self, i: int, home: Placement, stacked: Mapping[int, int]) -> Placement:
         if i in stacked:
             return Placement(((self.axis,), *home.dims[1:]), home.pending)
         return Placement(home.dims, home.pending | {self.axis})
@@ -223,8 +256,6 @@ class _Runner:
         self.stages = {s: cutter.stage(spans[s], s == 0, s == last) for s in sorted(mine)}
         self.bodies: dict[int, Executable] = {}
         self.pieces = {s: self._pieces(st, s) for s, st in self.stages.items()}
-        self.carries = [v.type for v in cutter.scan.args[: cutter.op.n_carry]]
-        self.cts = [v.type for v in cutter.back.args[0]]
 
     def _pieces(self, stage: Stage, s: int) -> Pieces:
         def executable(program: Program) -> Executable:
@@ -246,8 +277,9 @@ class _Runner:
         else:
             device = self.ranks.inner.device
             like = {
-                way: [torch.empty(t.shape, dtype=t.dtype, device=device) for t in types]
-                for way, types in (("F", self.carries), ("B", self.cts))
+                (way, s): [torch.empty(t.shape, dtype=t.dtype, device=device) for t in types]
+                for s, stage in self.stages.items()
+                for way, types in stage.arriving.items()
             }
             run_real(schedule, workers[0], self.ranks, like, TIMEOUT)
         return [
@@ -263,13 +295,14 @@ class _Runner:
             list(b.call(torch.unbind, (a,))) if batched else None for a, batched in zip(mine, op.batched, strict=True)
         ]
         inputs: dict[int, list[list[Any]]] = {}
-        at = 0
+        at = [0] * len(op.plan.lengths)
         for s in owned:
-            lo, hi = self.stages[s].layers
             rows = list(mine)
-            for i in op.staged:
-                rows[i] = mine[i] if hi - lo == op.plan.rows else b.call(torch.narrow, (mine[i], 0, at, hi - lo))
-            at += hi - lo
+            sizes = [hi - lo for lo, hi in (op.plan.part(s, k) for k in range(len(at)))]
+            for i, k in op.staged.items():
+                if sizes[k] != op.plan.rows[k]:
+                    rows[i] = b.call(torch.narrow, (mine[i], 0, at[k], sizes[k]))
+            at = [a + n for a, n in zip(at, sizes, strict=True)]
             inputs[s] = [
                 [rows[i] if c is None else c[j] for i, c in enumerate(per_batch)]
                 for j in range(op.plan.schedule.microbatches)
@@ -286,19 +319,18 @@ class _Runner:
 
     def _result(self, worker: Worker, rank: int, i: int) -> Any:
         b, op = self.ranks.inner, self.op
-        if i < op.n_sums:
-            return worker.sums[i].result() if i in worker.sums else self._zeros(i)
         owned = op.plan.schedule.stages_of(rank)
         if i in op.stacked:
-            sizes = [hi - lo for lo, hi in (op.plan.spans[s] for s in owned)]
+            k = op.stacked[i]
+            sizes = [hi - lo for lo, hi in (op.plan.part(s, k) for s in owned)]
             parts = [
                 self._zeros(i, n) if (rows := worker.rows(i, s)) is None else rows
                 for s, n in zip(owned, sizes, strict=True)
             ]
-            if padding := op.plan.rows - sum(sizes):
+            if padding := op.plan.rows[k] - sum(sizes):
                 parts.append(self._zeros(i, padding))
             return parts[0] if len(parts) == 1 else b.call(torch.cat, (parts,))
-        total = worker.gradient(i)
+        total = worker.sum(i) if i < op.n_sums else worker.gradient(i)
         return self._zeros(i) if total is None else total
 
     def _zeros(self, i: int, rows: int | None = None) -> torch.Tensor:

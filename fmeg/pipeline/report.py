@@ -57,8 +57,9 @@ class MemoryReport:
         for s in self.stages:
             first, past = s.layers
             ratio = f" ({s.after / s.kept:.2f})" if s.kept else ""
+            which = f"layers {first} to {past - 1}" if past > first else "no layers"
             lines.append(
-                f"  stage {s.stage} on rank {s.rank}, layers {first} to {past - 1}: a microbatch keeps {size(s.kept)} "
+                f"  stage {s.stage} on rank {s.rank}, {which}: a microbatch keeps {size(s.kept)} "
                 "after F, "
                 f"{size(s.after)} after I{ratio}"
             )
@@ -89,12 +90,14 @@ def memory_report(lowered: Lowered) -> MemoryReport:
 
 
 def _bytes(stage: Stage, n_given: int) -> tuple[int, int]:
-    (scan,) = [n.op for n in stage.backward.nodes if isinstance(n.op, LocalScanBackward) and "layers" in n.tags]
+    scans = [n.op for n in stage.backward.nodes if isinstance(n.op, LocalScanBackward) and "layers" in n.tags]
     halves = halve_stage(stage, n_given)
-    (inner,) = [n.op for n in halves.first.nodes if isinstance(n.op, ScanInputs)]
-    first, past = scan.loop().residuals
-    each = bytes_of(scan.body, scan.body.inputs[first:past])
-    return halves.before + scan.length * each, halves.after + scan.length * inner.halves.after
+    inner = [n.op for n in halves.first.nodes if isinstance(n.op, ScanInputs)]
+    before, after = halves.before, halves.after
+    for scan in scans:
+        first, past = scan.loop().residuals
+        before += scan.length * bytes_of(scan.body, scan.body.inputs[first:past])
+    return before, after + sum(op.scan.length * op.halves.after for op in inner)
 
 
 def _peak(schedule: Schedule, rank: int, stages: Mapping[int, StageMemory]) -> int:

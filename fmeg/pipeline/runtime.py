@@ -9,7 +9,7 @@ waited for by their consumer, sends at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -51,11 +51,11 @@ class Worker:
     pieces: dict[int, Pieces]
     kept: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     late: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    sums: dict[int, Sum] = field(default_factory=dict)
+    sums: dict[tuple[int, int], Sum] = field(default_factory=dict)  # (output, stage)
     gradients: dict[tuple[int, int], Sum] = field(default_factory=dict)  # (output, stage)
     ranks: Any = None
     reductions: Reductions = field(default_factory=Reductions)
-    stacked: frozenset[int] = frozenset()  # outputs that are gradients of stacks of layers
+    stacked: Container[int] = frozenset()  # outputs that are stacks of layers
     reduced: dict[tuple[int, int], Any] = field(default_factory=dict)  # (output, stage, or -1 where stages share it)
     started: list[tuple[int, list[tuple[int, int]], Started]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)  # stages whose REDUCE has begun
@@ -65,9 +65,9 @@ class Worker:
         """F: the carries that leave."""
         stage = self._mine(s)
         got = self.pieces[s].forward.run([*self.inputs[s][j], *carries])
-        n = 0 if stage.last else stage.n_carry
+        n = stage.n_carry
         for out, value in zip(stage.sums, got[n : n + len(stage.sums)], strict=True):
-            self.sums.setdefault(out, Sum(self.backend)).add(value)
+            self.sums.setdefault((out, s), Sum(self.backend)).add(value)
         self.kept[s, j] = got[n + len(stage.sums) :]
         return got[:n]
 
@@ -136,10 +136,15 @@ class Worker:
         return self._total(i, having) if having else None
 
     def rows(self, i: int, s: int) -> Any:
-        """The gradient of a stage's own layers; None where it has none."""
+        """A stage's own layers of a gradient, or of what a scan stacks; None where it has none."""
         if (i, s) in self.reduced:
             return self.reduced[i, s]
-        return self.gradients[i, s].result() if (i, s) in self.gradients else None
+        made = self.gradients.get((i, s), self.sums.get((i, s)))
+        return made.result() if made is not None else None
+
+    def sum(self, i: int) -> Any:
+        """A sum of the loss function; None where this rank has not the stage that makes it."""
+        return next((made.result() for (k, _), made in self.sums.items() if k == i), None)
 
     def _total(self, i: int, stages: Sequence[int]) -> Any:
         """The last stage's part first, as the backward pass goes."""
@@ -269,10 +274,14 @@ def _check_left(workers: dict[int, Worker]) -> None:
 
 
 def run_real(
-    schedule: Schedule, worker: Worker, ranks: RealRanks, like: Mapping[str, Sequence[torch.Tensor]], timeout: timedelta
+    schedule: Schedule,
+    worker: Worker,
+    ranks: RealRanks,
+    like: Mapping[tuple[str, int], Sequence[torch.Tensor]],
+    timeout: timedelta,
 ) -> None:
-    """This process's rank. `schedule`: with messages; `like`: empty tensors like what travels, forward ("F") and back
-    ("B")."""
+    """This process's rank. `schedule`: with messages; `like`: empty tensors like what arrives at each stage, forward
+    ("F") and back ("B")."""
     me = ranks.mine[0]
     line = schedule.actions[me]
     run = begin(schedule, tuple(ranks.peer(r) for r in range(schedule.ranks)))
@@ -284,7 +293,7 @@ def run_real(
         try:
             if a.kind in ("RECV_F", "RECV_B"):
                 source = schedule.rank_of[a.stage - 1 if a.kind == "RECV_F" else a.stage + 1]
-                buffers = [torch.empty_like(c) for c in like[a.kind[-1]]]
+                buffers = [torch.empty_like(c) for c in like[a.kind[-1], a.stage]]
                 works: list[Any] = [
                     dist.irecv(b, ranks.peer(source), tag=_tag(a, k, schedule)) for k, b in enumerate(buffers)
                 ]

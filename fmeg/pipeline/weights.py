@@ -231,7 +231,7 @@ def used_inputs(program: Program, n: int) -> tuple[int, ...]:
 
 
 def split_scan(program: Program) -> Program:
-    """The same backward piece with the `LocalScanBackward` over its layers in two nodes."""
+    """The same backward piece with each `LocalScanBackward` over its layers in two nodes."""
     nodes: list[Node] = []
     for n in program.nodes:
         if not isinstance(n.op, LocalScanBackward) or "layers" not in n.tags:
@@ -258,12 +258,12 @@ def halve_stage(stage: Stage, n_given: int) -> Halves:
     n_given  how many of the piece's inputs are those of the body (parameters, the batch), which weigh nothing
     """
     program = split_scan(stage.backward)
-    scan: ScanInputs = next(n.op for n in program.nodes if isinstance(n.op, ScanInputs))
-    through = next(n.outs[: scan.scan.n_carry] for n in program.nodes if n.op is scan)
-    n_cts, n_in = stage.n_cts, 0 if stage.last else scan.scan.n_carry
+    scans = [n for n in program.nodes if isinstance(n.op, ScanInputs)]
+    through = [o for n in scans for o in n.outs[: n.op.scan.n_carry]]
+    n_cts, n_in = stage.n_cts, len(stage.arriving["B"])
     free = {id(v) for v in program.inputs[:n_given]}
     given = program.inputs[n_given : len(program.inputs) - n_in]
-    room = max(0, scan.scan.length * (scan.halves.limit - scan.halves.after))
+    room = sum(max(0, n.op.scan.length * (n.op.halves.limit - n.op.halves.after)) for n in scans)
     if n_cts:
         return halve(program, range(n_cts), free, given, room)
     seen = Program(program.inputs, program.nodes, (*program.outputs, *through), name=program.name)

@@ -9,7 +9,7 @@ cotangent of: the partitioner places it there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ class _Mirror:
 MIRROR = _Mirror()
 INHERITED = ("precision",)
 """Tags that the backward nodes of a node have too."""
+
+_Contributions = dict[int, list[tuple[int, torch.Tensor]]]
+"""By id of a value the contributions to its cotangent, each with the place of the node that made it."""
 
 
 @dataclass(eq=False)
@@ -71,6 +74,7 @@ def differentiate(
     outs: Sequence[int],
     mesh_sizes: dict[str, int] | None = None,
     uses: list[int] | None = None,
+    order: Mapping[int, int] | None = None,
 ) -> Program:
     """The joint Program of `program` and its gradient.
 
@@ -80,6 +84,7 @@ def differentiate(
     uses   a list to fill: then the contribution of each use of an input stays a gradient of its own, last use first,
            and
            `uses` says to which of `wrt` each belongs
+    order  by id of each node its place among the uses of a value; default: where it stands
     Returns a Program with inputs (program.inputs…, cotangents…) and outputs (program.outputs…, gradients…); an input
     on which the outputs do not depend has a gradient of zeros.
     """
@@ -95,20 +100,21 @@ def differentiate(
         for v in program.inputs[len(names) :]:
             env[id(v)] = rec.new_input(v.type, v.name)
         steps = [s for n in program.nodes if (s := _forward(rec, n, env, on)) is not None]
-        cts: dict[int, list[torch.Tensor]] = {}
+        cts: _Contributions = {}
         for i in outs:
             out = program.outputs[i]
             if not (isinstance(out, Value) and out.type.is_float):
                 raise TraceError(
                     f"{program.name}: output {i} cannot be differentiated: it is {out!r}, expected a float tensor"
                 )
-            cts.setdefault(id(out), []).append(rec.new_input(out.type, f"ct{i}"))
+            cts.setdefault(id(out), []).append((len(program.nodes), rec.new_input(out.type, f"ct{i}")))
+        place = order or {id(n): i for i, n in enumerate(program.nodes)}
         for step in reversed(steps):
-            _backward(rec, step, env, cts, on)
+            _backward(rec, step, env, cts, on, place[id(step.node)])
         grads = []
         for k, i in enumerate(wrt):
             v = program.inputs[i]
-            parts = cts.pop(id(v), [])
+            parts = _latest_first(cts.pop(id(v), []))
             groups = [[p] for p in parts] if uses is not None else [parts] if parts else []
             with rec.marking(source=f"gradient of {v.name}" if v.name else f"gradient of {program.name}"):
                 got = [_total(rec, v, env, {id(v): g}) for g in groups] or [_zeros(rec, env[id(v)])]
@@ -126,9 +132,13 @@ def _zeros(rec: Recorder, like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(like.shape, dtype=like.dtype)
 
 
-def _total(rec: Recorder, v: Value, env: dict, cts: dict) -> torch.Tensor | None:
+def _latest_first(parts: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+    return sorted(parts, key=lambda part: -part[0])
+
+
+def _total(rec: Recorder, v: Value, env: dict, cts: _Contributions) -> torch.Tensor | None:
     """The accumulated cotangent of a value, mirrored; None if nothing contributed."""
-    parts = cts.pop(id(v), None)
+    parts = [g for _, g in _latest_first(cts.pop(id(v), []))]
     if not parts:
         return None
     primal = rec.value(env[id(v)])
@@ -228,7 +238,7 @@ def _refill(nested: Any, it: Any) -> Any:
 
 
 # -- backward ---------------------------------------------------------------------------------------------------------
-def _backward(rec: Recorder, step: _Step, env: dict, cts: dict, on: set[int]) -> None:
+def _backward(rec: Recorder, step: _Step, env: dict, cts: _Contributions, on: set[int], place: int) -> None:
     node = step.node
     source = f"bwd of {node.source}" if node.source else ""
     with rec.marking(source=source):
@@ -254,7 +264,7 @@ def _backward(rec: Recorder, step: _Step, env: dict, cts: dict, on: set[int]) ->
             if g.dtype != v.dtype:
                 with rec.marking(phase="B", source=source):
                     g = g.to(v.dtype)
-            cts.setdefault(id(v), []).append(g)
+            cts.setdefault(id(v), []).append((place, g))
             _hint(rec, g, env[id(v)])
 
 

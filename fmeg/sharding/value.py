@@ -66,12 +66,12 @@ def count(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
 
 
 class Sizes(dict[str, int]):
-    """Sizes of mesh axes; `stored` = (axis, layers, rows) where a pipeline stores `layers` unevenly, as `rows` on each
-    rank."""
+    """Sizes of mesh axes; `stored`: layers -> rows of stacks that a pipeline along `axis` stores unevenly, as `rows` on
+    each rank."""
 
-    def __init__(self, sizes: Mapping[str, int], stored: tuple[str, int, int] | None = None) -> None:
+    def __init__(self, sizes: Mapping[str, int], axis: str = "", stored: Mapping[int, int] | None = None) -> None:
         super().__init__(sizes)
-        self.stored = stored
+        self.axis, self.stored = axis, dict(stored or {})
 
 
 def local_size(n: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> int | None:
@@ -79,12 +79,11 @@ def local_size(n: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> int |
 
     >>> local_size(8, ("dp",), {"dp": 2}), local_size(7, ("dp",), {"dp": 2})
     (4, None)
-    >>> local_size(7, ("pp",), Sizes({"pp": 2}, ("pp", 7, 4)))
+    >>> local_size(7, ("pp",), Sizes({"pp": 2}, "pp", {7: 4}))
     4
     """
-    stored = getattr(sizes, "stored", None)
-    if stored is not None and axes == (stored[0],) and n == stored[1]:
-        return int(stored[2])
+    if isinstance(sizes, Sizes) and axes == (sizes.axis,) and n in sizes.stored:
+        return sizes.stored[n]
     parts = count(axes, sizes)
     return None if n % parts else n // parts
 

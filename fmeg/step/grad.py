@@ -387,10 +387,11 @@ def _traced(
     )
     floats = [i for i, p in enumerate(p_tensors) if p.dtype.is_floating_point]
     wrt = [*floats, *range(len(args) - len(known), len(args))]
+    order: dict[int, int] = {}
     if schedule is not None:
-        sums_only = carry_along(sums_only, range(len(p_tensors)))
+        sums_only, order = carry_along(sums_only, range(len(p_tensors)))
     uses: list[int] = []
-    joint = differentiate(sums_only, wrt, list(range(n)), uses=uses)
+    joint = differentiate(sums_only, wrt, list(range(n)), uses=uses, order=order)
     if precision is not None:
         joint = lower_precision(joint)
     n_aux = len(sums_only.outputs) - n

@@ -14,7 +14,7 @@ from fmeg import tree
 from fmeg.lower import lower
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
-from fmeg.pipeline.op import Pipeline, Storage, start_early
+from fmeg.pipeline.op import Storage, start_early
 from fmeg.program import recorder
 from fmeg.program.cost import Cost, cost
 from fmeg.program.errors import ShardingError, TraceError
@@ -28,6 +28,7 @@ from fmeg.sharding.graph import Graph
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.spec import Layout, resolve
 from fmeg.sharding.value import Placed, Placement, Sizes, count, local_size
+from fmeg.step.stacks import stored_stacks
 from fmeg.step.state import Axes, TrainState
 
 BATCH_AXES = ("batch", "seq")
@@ -57,16 +58,17 @@ class Lowered:
     inputs: list[Placement]
     outputs: list[Placement | None]
     blocks: list[int]
-    layers_in: list[bool] = field(default_factory=list)  # whose first dimension is the stack of layers
-    layers_out: list[bool] = field(default_factory=list)
+    stacks_in: list[int | None] = field(default_factory=list)  # the scan whose layers the first dimension is
+    stacks_out: list[int | None] = field(default_factory=list)
     stages: Storage | None = None  # how a pipeline stores its layers
     donated: list[bool] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def order_of(self, p: Placement, layers: bool) -> tuple[int, ...] | None:
-        """In which order a leaf stores its first dimension, if that is the stack of layers; None: as it is."""
-        by_stage = self.stages is not None and layers and p.dims[:1] == ((self.stages.axis,),)
-        return self.stages.order if by_stage and self.stages is not None else None
+    def order_of(self, p: Placement, stack: int | None) -> tuple[int, ...] | None:
+        """In which order a leaf stores its first dimension, if that is a stack of layers; None: as it is."""
+        if self.stages is None or stack is None or p.dims[:1] != ((self.stages.axis,),):
+            return None
+        return self.stages.orders[stack]
 
     def compile(self, mode: Mode = "eager") -> Compiled:
         """Ready to run on the mesh's backend. `mode` as in `jit`."""
@@ -132,8 +134,8 @@ class Compiled:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         low = self.lowered
         values = [
-            _place(x, p, low.mesh, b, low.order_of(p, layers))
-            for x, p, b, layers in zip(leaves, low.inputs, low.blocks, low.layers_in, strict=True)
+            _place(x, p, low.mesh, b, low.order_of(p, stack))
+            for x, p, b, stack in zip(leaves, low.inputs, low.blocks, low.stacks_in, strict=True)
         ]
         for i in self.executable.into.values():
             if not (isinstance(leaves[i], Array) and leaves[i].own):
@@ -145,16 +147,14 @@ class Compiled:
         with torch.no_grad():
             outs = (self.graph or self.executable.run)(values)
         results = []
-        for got, placement, v, layers in zip(
-            outs, low.outputs, low.traced.program.outputs, low.layers_out, strict=True
-        ):
+        for got, placement, v, stack in zip(outs, low.outputs, low.traced.program.outputs, low.stacks_out, strict=True):
             if placement is None:
                 results.append(got)
                 continue
             here = _storages([got])
             own = bool(here) and not here & shared
             shared |= here
-            order = low.order_of(placement, layers)
+            order = low.order_of(placement, stack)
             results.append(Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, order, own))
         return tree.unflatten(low.traced.out_tree, results)
 
@@ -384,6 +384,12 @@ def state_leaves(state: TrainState, prefix: str) -> list[Leaf]:
     return out
 
 
+def _of_layers(leaf: Leaf) -> bool:
+    """Whether a leaf is a stack of layers: its first axis is `layers`, or such as `dense_layers`."""
+    name = leaf.axes[0] if leaf.axes else None
+    return name is not None and (name == "layers" or name.endswith("_layers"))
+
+
 def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: str) -> Placement:
     """Placement of a leaf in a view. ShardingError in the style of JAX if a dimension does not divide.
 
@@ -391,7 +397,7 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
     to say.
     """
     dims = resolve(leaf.axes, layout.view(view), sizes, f"jit({fn}): {leaf.path}, in the {view} view")
-    if leaf.axes and leaf.axes[0] == "layers" and local_size(leaf.type.shape[0], dims[0], sizes) is None:
+    if _of_layers(leaf) and local_size(leaf.type.shape[0], dims[0], sizes) is None:
         dims = ((), *dims[1:])
     for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
         parts = count(axes, sizes)
@@ -426,9 +432,13 @@ def partition(
     """Partition a traced function whose inputs and outputs have the given axes."""
     layout.check(mesh.axes, declared)
     sizes = {a: n for a, n in mesh.sizes.items() if n > 1}
-    stages = _stages(traced.program, layout, sizes)
+    along, at_rest = layout.view("compute").get("layers", ()), layout.view("params")
+    layered = [
+        i for i, leaf in enumerate(edge) if _of_layers(leaf) and at_rest.get(str(leaf.axes[0]), ()) == along != ()
+    ]
+    stages, stacks = stored_stacks(traced.program, [leaf.path for leaf in edge], layered, layout.view("compute"), sizes)
     if stages is not None:
-        sizes = Sizes(sizes, stages.stored)
+        sizes = Sizes(sizes, stages.axis, dict(stages.stored))
     ctx = Context(sizes, layout.view("compute"), layout.options(), strict, dict(mesh.sizes))
     part = Partitioner(ctx, name)
     program = traced.program
@@ -446,7 +456,7 @@ def partition(
         home = place(shown, layout, sizes, _VIEW[leaf.role], name)
         placed = Placed(v.type, home, blocks=b)
         if leaf.role == "params":
-            placed.layers = leaf.axes[:1] == ("layers",)
+            placed.layers = _of_layers(leaf)
             placed.in_use = place(leaf, layout, sizes, "compute", name)
             placed.opt = place(leaf, layout, sizes, "opt", name)
             placed.grads = place(leaf, layout, sizes, "grads", name) if layout.grads else None
@@ -472,15 +482,18 @@ def partition(
         out_placements.append(target)
     local_program = part.finish(inputs, outs, program.names)
     local_program = coalesce_where(local_program, _joinable)
-    first = [leaf.axes[:1] == ("layers",) for leaf in edge]
-    # an output that nothing declares holds layers if it is as long and lies along the pipeline's axis, as gradients do
-    count_of = len(set(stages.order) - {-1}) if stages is not None else 0
-    out_first = [
-        leaf.axes[:1] == ("layers",) if leaf else isinstance(v, Value) and v.shape[:1] == (count_of,)
-        for leaf, v in zip(out_edge, program.outputs, strict=True)
-    ]
     return Lowered(
-        name, mesh, layout, traced, local_program, placements, out_placements, blocks, first, out_first, stages
+        name,
+        mesh,
+        layout,
+        traced,
+        local_program,
+        placements,
+        out_placements,
+        blocks,
+        [stacks.get(id(v)) for v in program.inputs],
+        [stacks.get(id(v)) for v in program.outputs],
+        stages,
     )
 
 
@@ -499,17 +512,6 @@ def _joinable(node: Node) -> bool:
         and len(node.outs) == 1
         and node.tags.get("reason") in _JOINED.get(node.op.name, ())
     )
-
-
-def _stages(program: Program, layout: Layout, sizes: Mapping[str, int]) -> Storage | None:
-    """How a pipelined step stores its layers; None where that is in their own order."""
-    found = {n.op.storage(layout.view("compute"), sizes) for n in program.nodes if isinstance(n.op, Pipeline)} - {None}
-    if len(found) > 1:
-        raise ShardingError(
-            "jit: two pipelines in one function store the layers in different orders; give both the same schedule and "
-            "stages"
-        )
-    return next(iter(found), None)
 
 
 def _blocks(program: Program) -> list[int]:

@@ -1,5 +1,5 @@
 """Mixtures of experts in pipelines. DeepSeek's first layers are the first stage's, further predictions the last
-one's."""
+one's, unless the layout says that they too lie along the pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import fmeg
 from fmeg import Layout, Mesh
 from fmeg.models import batch_axes
 from fmeg.pipeline import memory_report
-from fmeg.pipeline.errors import ScheduleError
 from fmeg.testing import assert_equivalent
 from tests.models import test_mixtures as mixtures
 
@@ -62,8 +61,27 @@ def test_cut_by_cost(monkeypatch):
     assert [s.layers for s in report.stages] == [(0, 3), (3, 4)] and min(report.peak) > 0
 
 
-def test_which_scan_is_the_layers(monkeypatch):
+EVERY = dict(dense_layers="pp", mtp_layers="pp")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "mesh", "layout"),
+    [
+        ("1f1b", "even", dict(pp=2), {}),
+        ("zb_h1", "Ett|t*3|tm*2L", dict(pp=3), {}),
+        ("zb_v", "cost", dict(pp=2, dp=2), dict(batch="dp", experts="dp")),
+        ("interleaved_1f1b", (2, 1, 3, 2), dict(pp=2, tp=2), dict(TP, experts="tp")),
+    ],
+)
+def test_all_three_scans_are_cut(schedule, stages, mesh, layout, monkeypatch):
+    """Stages begin and end anywhere in the list of dense layers, layers with experts, further predictions."""
+    step, *args, how = _run("deepseek", monkeypatch, mesh, {**layout, **EVERY}, schedule=schedule, stages=stages)
+    found = assert_equivalent(step, *args, **how)
+    assert found["0.1.counts"] == 0.0
+
+
+def test_scans_of_one_length(monkeypatch):
     monkeypatch.setitem(MODELS, "even", ("tiny-deepseek", dict(layers=2, dense_layers=2, mtp_layers=1)))
-    step, params, batch, how = _run("even", monkeypatch, dict(pp=2), {}, schedule="1f1b")
-    with pytest.raises(ScheduleError, match=r"longer than any other, found scans of \[2, 2, 1\] steps"):
-        fmeg.jit(step, **how).lower(params, batch)
+    for layout in ({}, EVERY):
+        step, params, batch, how = _run("even", monkeypatch, dict(pp=2), layout, schedule="1f1b")
+        assert_equivalent(step, params, batch, **how)

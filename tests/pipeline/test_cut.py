@@ -66,16 +66,46 @@ def in_the_carry(p, x, b):
 
 
 def stacked(p, x, b):
-    x, ys = scan(lambda x, wu: (layer(x, *wu), x.detach().mean()), x, (p["w"], p["u"]))
-    return x, {"ys": ys.sum()}
+    """What the scan stacks: as it is, elementwise, and summed in several ways."""
+    body = lambda x, wu: (layer(x, *wu), {"mean": x.mean(), "by": (x * b["m"].unsqueeze(-1)).sum((0, 1))})
+    x, ys = scan(body, x, (p["w"], p["u"]))
+    weights = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.float64)
+    sums = {"sum": ys["mean"].sum(), "over": ys["by"].sum(0), "average": ys["by"].exp().mean()}
+    return x + ys["by"].sum(0), {"ys": ys["mean"], "exp": torch.exp(ys["by"]) * weights, **sums}
 
 
 def penalty(p, x, b):
-    return plain(p, x, b)[0], {"n": (p["w"] ** 2).sum()}
+    """Sums over stacks before and after their scan, of one that no scan has, of elementwise functions."""
+    before = (p["w"] ** 2).sum() + (p["u"] * p["w"]).mean()
+    x = scan(lambda x, wu: (layer(x, *wu), None), x, (p["w"], torch.exp(p["u"]) * 0.3))[0]
+    last = (p["u"] * b["m"].sum()).abs().sum((0, 2))
+    return x * (1 + 1e-3 * before), {"n": (p["w"].detach() ** 2).sum(), "last": last}
 
 
 def one_layer(p, x, b):
     return plain(p, x, b)[0] + p["w"][0].sum(), {}
+
+
+def norm(p, x, b):
+    return plain(p, x, b)[0], {"n": torch.linalg.vector_norm(p["w"])}
+
+
+def needed_whole(p, x, b):
+    x, ys = scan(lambda x, wu: (layer(x, *wu), x), x, (p["w"], p["u"]))
+    return x + einsum("l b s d -> b s d", ys), {}
+
+
+def twice(p, x, b):
+    return plain(p, plain(p, x, b)[0], b)[0], {}
+
+
+def returned(p, x, b):
+    return plain(p, x, b)[0], {"w": p["w"] * 2}
+
+
+def scanned_activations(p, x, b):
+    body = lambda c, wux: (layer(c + wux[2], wux[0], wux[1]), None)
+    return scan(body, x, (p["w"], p["u"], torch.stack([x, 2 * x, 3 * x, x])))[0], {}
 
 
 def steps(model, schedule=None):
@@ -94,14 +124,26 @@ def on_mesh(model, schedule, mesh=None, axes=AXES, **layout):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize(
-    "model", [plain, carried_mask, carried_mask_first, count_carry, sum_before, elementwise_outside, in_the_carry]
+    "model",
+    [
+        plain,
+        carried_mask,
+        carried_mask_first,
+        count_carry,
+        sum_before,
+        elementwise_outside,
+        in_the_carry,
+        stacked,
+        penalty,
+    ],
 )
 def test_equals_one_device(model, schedule):
     (want, want_aux), want_grads = steps(model)(PARAMS, BATCH)
     for mesh, layout in [(Mesh(pp=2), {}), (Mesh(pp=2, dp=2), dict(batch="dp", params=dict(v="dp")))]:
         (got, aux), grads = on_mesh(model, schedule, mesh, **layout)
         assert abs(float(got) - float(want)) < 1e-12
-        assert all(abs(float(aux[k]) - float(want_aux[k])) < 1e-9 for k in want_aux)
+        assert all(aux[k].shape == want_aux[k].shape for k in want_aux)
+        assert all((aux[k].global_value() - want_aux[k]).abs().max() < 1e-9 for k in want_aux)
         for a, b in zip(tree.leaves(grads), tree.leaves(want_grads), strict=True):
             assert a.shape == b.shape and (a.global_value() - b).abs().max() < 1e-12
 
@@ -118,8 +160,12 @@ def test_other_parameters_may_rest_along_the_pipeline(schedule, view):
 @pytest.mark.parametrize(
     ("model", "axes", "message"),
     [
-        (stacked, AXES, "stacks lie on several stages; add them up in the carry"),
-        (penalty, AXES, r"aten.sum.default at test_cut.py:\d+ penalty reads the layers of several stages"),
+        (needed_whole, AXES, r"what the scan at test_cut.py:\d+ needed_whole stacks is needed whole"),
+        (norm, AXES, r"linalg_vector_norm.default at test_cut.py:\d+ norm reads the layers of several stages"),
+        (twice, AXES, r"p.u is scanned at test_cut.py:\d+ plain and again at .* give each scan a stack of its own"),
+        (returned, AXES, "the loss function returns a stack of layers, which lies on several stages"),
+        (scanned_activations, AXES, r"the value made at test_cut.py:\d+ .* used again .* on another stage"),
+        (plain, {**AXES, "g": "layers d", "w": "_ d d2", "u": "_ d d2"}, "must have a scan over the layers"),
         (one_layer, AXES, r"aten.select.int at test_cut.py:\d+ one_layer reads the layers of several stages"),
         (plain, {**AXES, "u": "_ d d2"}, "p.u is scanned .* declare `layers` as the first logical axis"),
     ],

@@ -52,13 +52,13 @@ def test_the_same_bits_as_reductions_after_the_pipeline(name, tied):
         low = lowered(axes, layout, cfg, schedule, stages=stages)
         early = start_early(low.program)
         early.check()
-        moves, stacked = pipeline(early).reductions.moves, pipeline(low.program).stacked
+        moves, stacked = pipeline(early).reductions.moves, set(pipeline(low.program).stacked)
         assert set(moves) & stacked == (set() if name in LATE else stacked)
         params, backend = llama.init(fmeg.random.key(0), cfg), low.mesh.backend()
         leaves = [x for x in tree.leaves((params, batch(16))) if isinstance(x, torch.Tensor)]
 
         def values(low=low, backend=backend, leaves=leaves):
-            edge = zip(leaves, low.inputs, low.blocks, low.layers_in, strict=True)
+            edge = zip(leaves, low.inputs, low.blocks, low.stacks_in, strict=True)
             return [_place(x, p, low.mesh, b, low.order_of(p, layers)) for x, p, b, layers in edge]
 
         got, want = (Executable(p, backend)(values()) for p in (early, low.program))

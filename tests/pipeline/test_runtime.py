@@ -162,7 +162,7 @@ def test_the_weights_part_repeats_nothing_but_cheap_operations_and_holds_product
         params, batch()
     )
     (op,) = [n.op for n in lowered.program.nodes if isinstance(n.op, LocalPipeline)]
-    cutter = Cutter(op.body, op.params, op.staged, op.n_sums)
+    cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
     stage = cutter.stage((2, 4), False, True)
     halves = halve_stage(stage, len(op.body.inputs))
     first = {id(n) for n in halves.first.nodes}
@@ -186,7 +186,7 @@ def test_clear_errors():
         run(cfg, batch(), microbatches=4, schedule=mine, **how)
     with pytest.raises(ScheduleError, match="did you mean"):
         run(cfg, batch(), microbatches=2, schedule="1f1bb", **how)
-    with pytest.raises(ScheduleError, match="one scan over the layers"):
+    with pytest.raises(ScheduleError, match="must have a scan over the layers"):
         params = {"w": torch.zeros(2, 3)}
         f = fmeg.value_and_grad(lambda p, b: ((p["w"] * b.sum()).sum(), 1), microbatches=2, schedule="1f1b")
         fmeg.jit(lambda params, batch: f(params, batch), axes={"params": {"w": "layers d"}, "batch": "_"}, **how)(

@@ -91,7 +91,7 @@ def workers(schedule: Schedule) -> list[Worker]:
 
     def stage(s: int):
         return SimpleNamespace(
-            first=s == 0, last=s == n - 1, n_carry=1, n_cts=int(s > 0), sums=(0,) if s == n - 1 else (), gradients=(1,)
+            n_carry=int(s < n - 1), n_cts=int(s > 0), sums=(0,) if s == n - 1 else (), gradients=(1,)
         )
 
     out = []
