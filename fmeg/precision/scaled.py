@@ -17,7 +17,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fmeg.ops.contract import product
-from fmeg.ops.einsum import parse_equation
+from fmeg.ops.einsum import format_equation, parse_equation
 from fmeg.precision.formats import Grid, dequantize, grid_factors
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
@@ -145,21 +145,21 @@ def hardware(
 ) -> tuple[str, str] | None:
     """How a GPU's own product scales the operands, "tensor", "row", "1x128" or "128x128" each; None where it cannot.
 
-    It needs compute capability 8.9 (9.0 for anything but "tensor"), sizes that are multiples of 16, not two E5M2
-    operands, and no batch dimension.
+    It needs compute capability 8.9 (9.0 for anything but "tensor"), sizes that are multiples of 16 and not two E5M2
+    operands. A batch dimension is a loop.
     """
     if not a.is_cuda or dtype not in (torch.bfloat16, torch.float32, torch.float16):
         return None
     capability = torch.cuda.get_device_capability(a.device)
     mm = as_matmul(equation)
-    if capability < (8, 9) or mm is None or mm.batch or a.dtype == b.dtype == torch.float8_e5m2:
+    if capability < (8, 9) or mm is None or a.dtype == b.dtype == torch.float8_e5m2:
         return None
     names, _ = parse_equation(equation)
     kinds = []
     for ns, x, grid in zip(names, (a, b), grids, strict=True):
         of = dict(zip(ns, zip(x.shape, grid, strict=True), strict=True))
         depth = [of[n] for n in mm.contracted]
-        rows = [of[n] for n in ns if n not in mm.contracted]
+        rows = [of[n] for n in ns if n not in mm.contracted and n not in mm.batch]
         if prod(n for n, _ in depth) % 16 or prod(n for n, _ in rows) % 16:
             return None
         kinds.append(_kind(depth, rows))
@@ -207,6 +207,8 @@ def _hardware(
 ) -> Tensor:  # fmt: skip
     mm = as_matmul(equation)
     assert mm is not None
+    if mm.batch:
+        return _each(kinds, equation, mm.batch[0], one, other, dtype, fast)
     (a, sa), (b, sb) = one, other
     names_a, names_b = parse_equation(equation)[0]
     x, sx = _matrix(a, sa, names_a, mm.left, mm.contracted)
@@ -218,6 +220,28 @@ def _hardware(
     out = _scaled_mm(x, sx, y, sy, kinds, dtype, fast).view([sizes[n] for n in rows])
     wanted = parse_equation(equation)[1]
     return out.permute([rows.index(n) for n in wanted])
+
+
+def _each(
+    kinds: tuple[str, str], equation: str, batch: str, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor],
+    dtype: torch.dtype, fast: bool,
+) -> Tensor:  # fmt: skip
+    """The products of a batch, one by one."""
+    names, out = parse_equation(equation)
+    inner = format_equation(
+        tuple(tuple(n for n in ns if n != batch) for ns in names), tuple(n for n in out if n != batch)
+    )
+    (a, sa), (b, sb) = (
+        (q.unbind(ns.index(batch)), s.expand(_along(s, q, ns.index(batch))).unbind(ns.index(batch)))
+        for ns, (q, s) in zip(names, (one, other), strict=True)
+    )
+    parts = [_hardware(kinds, inner, (a[i], sa[i]), (b[i], sb[i]), dtype, fast) for i in range(len(a))]
+    return torch.stack(parts, out.index(batch))
+
+
+def _along(scale: Tensor, q: Tensor, dim: int) -> list[int]:
+    """The scale's shape with a scale for each element of a dimension."""
+    return [q.shape[d] if d == dim else n for d, n in enumerate(scale.shape)]
 
 
 def _matrix(x: Tensor, scale: Tensor, names: Names, rows: Names, depth: Names) -> tuple[Tensor, Tensor]:
@@ -236,7 +260,7 @@ def _scaled_mm(
         scale = (sx.reshape(()), sy.reshape(()))
         return torch._scaled_mm(x, y.t(), *scale, out_dtype=dtype, use_fast_accum=fast)
     if kinds[0] == "row":
-        scale = (sx.reshape(-1).unsqueeze(1), sy.reshape(-1).unsqueeze(0))
+        scale = (sx.reshape(-1).contiguous().unsqueeze(1), sy.reshape(-1).contiguous().unsqueeze(0))
         out = torch._scaled_mm(x, y.t(), *scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
         return out.to(dtype)
     from torch.nn.functional import ScalingType, scaled_mm
@@ -250,9 +274,9 @@ def _scaled_mm(
 def _block_scales(s: Tensor, kind: str) -> Tensor:
     """As cuBLAS wants them: rows outermost for 1x128; for 128x128 transposed, the depth padded to a multiple of 4."""
     if kind == "1x128":
-        return s.t().reshape(-1).view(s.shape[1], s.shape[0]).t()
+        return s.t().reshape(-1).contiguous().view(s.shape[1], s.shape[0]).t()
     padded = torch.nn.functional.pad(s, (0, -s.shape[1] % 4))
-    return padded.reshape(-1).view(padded.shape).t()
+    return padded.reshape(-1).contiguous().view(padded.shape).t()
 
 
 scaled_einsum_p = Primitive("scaled_einsum", _reference, rule=_rule, flops=_flops, lowerings={"default": _default})

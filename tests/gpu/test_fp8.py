@@ -20,6 +20,7 @@ EQUATIONS = [
     "b s d, d h e -> b s h e",
     "b s h e, h e d -> b s d",
     "b s h e, b s d -> h e d",
+    "h s d, h d f -> h s f",
 ]
 
 

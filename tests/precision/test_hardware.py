@@ -87,6 +87,24 @@ def test_blocks_lie_as_cublas_wants_them(equation, monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
 
 
+@pytest.mark.parametrize("equation", ["e b d, e d f -> e b f", "b e f, e d f -> b e d", "e b d, e b f -> d e f"])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise"])
+def test_a_batch_is_a_loop(equation, name):
+    sizes = dict(e=3, b=32, d=64, f=48)
+    mm, args, grids = as_matmul(equation), [], []
+    for i, term in enumerate(equation.split("->")[0].split(",")):
+        names = tuple(term.split())
+        x = torch.randn([sizes[n] for n in names], generator=torch.Generator().manual_seed(i))
+        grid = precision.fp8(name).grid(names, sizes, mm, i == 1)
+        args.append(quantize(x, amax(x, grid), grid, Format("e4m3")))
+        grids.append(grid)
+    kind = "row" if name == "rowwise" else "tensor"
+    got = scaled._hardware((kind, kind), equation, *args, torch.bfloat16, False)
+    want = scaled_einsum(equation, *args[0], *args[1], tuple(grids))
+    assert got.shape == want.shape
+    torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
+
+
 def test_a_cpu_has_no_such_product():
     args, grids = operands(EQUATIONS[0], precision.fp8())
     assert scaled.hardware(EQUATIONS[0], args[0][0], args[1][0], grids, torch.bfloat16) is None
