@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, ops, remat, scan, shard
-from fmeg.models import mixture, mla
+from fmeg.models import mixture, mla, rotary
 from fmeg.models.llama import swiglu
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
@@ -405,16 +405,11 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
     True
     """
     kind = hf["model_type"]
-    rope = {
-        "rope_theta": hf.get("rope_theta", 10000.0),
-        **(hf.get("rope_scaling") or {}),
-        **(hf.get("rope_parameters") or {}),
-    }
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    base, scaling = rotary.from_hf(hf)
     v3, grouped = kind == "deepseek_v3", hf.get("topk_method", "noaux_tc") != "greedy"
     for bad, what in [
         (kind not in HF_TYPES, f"model_type={kind!r} (known: {', '.join(HF_TYPES)})"),
-        (rope_type not in ("default", "yarn"), f"rope_type={rope_type!r} (known: default, yarn)"),
+        (scaling is not None and not isinstance(scaling, ops.YarnScaling), f"rotary embedding with {scaling}"),
         (hf.get("hidden_act", "silu") != "silu", f"hidden_act={hf.get('hidden_act')!r} (known: silu)"),
         (bool(hf.get("attention_bias")) or bool(hf.get("mlp_bias")), "attention_bias or mlp_bias"),
         (not v3 and bool(hf.get("norm_topk_prob")), "norm_topk_prob=True in DeepSeek-V2, which transformers ignores"),
@@ -453,22 +448,13 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
         router_bias=v3,
         mtp_layers=hf.get("num_nextn_predict_layers") or 0,
         max_seq=hf.get("max_position_embeddings", 163840),
-        rope_base=float(rope["rope_theta"]),
-        rope_scaling=_yarn(rope) if rope_type == "yarn" else None,
+        rope_base=base,
+        rope_scaling=scaling,
         tied=bool(hf.get("tie_word_embeddings", False)),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         init_std=hf.get("initializer_range", 0.02),
     )
     return Config(**(fields | changes))
-
-
-_YARN = dict(factor="factor", original_max_position="original_max_position_embeddings") | {
-    k: k for k in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-}
-
-
-def _yarn(rope: Mapping[str, Any]) -> ops.YarnScaling:
-    return ops.YarnScaling(**{ours: rope[theirs] for ours, theirs in _YARN.items() if rope.get(theirs) is not None})
 
 
 def to_hf_config(cfg: Config) -> dict[str, Any]:
@@ -526,12 +512,9 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
         topk_method="noaux_tc" if v3 else "greedy" if router.groups == 1 else "group_limited_greedy",
         aux_loss_alpha=router.sequence_loss,
         max_position_embeddings=cfg.max_seq,
-        rope_theta=cfg.rope_base,
+        **rotary.to_hf(cfg.rope_base, cfg.rope_scaling),
         tie_word_embeddings=cfg.tied,
         rms_norm_eps=cfg.norm_eps,
         initializer_range=cfg.init_std,
     )
-    if cfg.rope_scaling is not None:
-        values = {theirs: getattr(cfg.rope_scaling, ours) for ours, theirs in _YARN.items()}
-        hf["rope_scaling"] = {"type": "yarn", "rope_type": "yarn", **{k: v for k, v in values.items() if v is not None}}
     return hf

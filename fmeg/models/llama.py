@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, name, ops, remat, scan, shard
+from fmeg.models import rotary
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -61,7 +62,7 @@ class Config:
     ff: int
     max_seq: int = 8192
     rope_base: float = 10000.0
-    rope_scaling: ops.Llama3Scaling | None = None
+    rope_scaling: ops.RopeScaling | None = None
     window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -310,17 +311,11 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
     4
     """
     kind = hf["model_type"]
-    rope = {
-        "rope_theta": hf.get("rope_theta", 10000.0),
-        **(hf.get("rope_scaling") or {}),
-        **(hf.get("rope_parameters") or {}),
-    }
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    base, scaling = rotary.from_hf(hf)
     sliding = kind.startswith("qwen") and bool(hf.get("use_sliding_window"))
     layer_types = set(hf.get("layer_types") or ())
     for bad, what in [
         (kind not in HF_TYPES, f"model_type={kind!r} (known: {', '.join(HF_TYPES)})"),
-        (rope_type not in ("default", "llama3"), f"rope_type={rope_type!r} (known: default, llama3)"),
         (hf.get("hidden_act", "silu") != "silu", f"hidden_act={hf.get('hidden_act')!r} (known: silu)"),
         (bool(hf.get("attention_bias")), "attention_bias=True, a bias on the output projection"),
         (bool(hf.get("mlp_bias")), "mlp_bias=True"),
@@ -329,14 +324,6 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
         if bad:
             raise ValueError(f"from_hf_config: this model has no {what}")
     heads = hf["num_attention_heads"]
-    scaling = None
-    if rope_type == "llama3":
-        scaling = ops.Llama3Scaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position=rope["original_max_position_embeddings"],
-        )
     fields: dict[str, Any] = dict(
         vocab_size=hf["vocab_size"],
         embed=hf["hidden_size"],
@@ -346,7 +333,7 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
         ff=hf["intermediate_size"],
         max_seq=hf.get("max_position_embeddings", 8192),
-        rope_base=float(rope["rope_theta"]),
+        rope_base=base,
         rope_scaling=scaling,
         window=hf.get("sliding_window") if kind == "mistral" else None,
         qkv_bias=kind == "qwen2",
@@ -385,19 +372,11 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
         intermediate_size=cfg.ff,
         hidden_act="silu",
         max_position_embeddings=cfg.max_seq,
-        rope_theta=cfg.rope_base,
+        **rotary.to_hf(cfg.rope_base, cfg.rope_scaling),
         tie_word_embeddings=cfg.tied,
         rms_norm_eps=cfg.norm_eps,
         initializer_range=cfg.init_std,
     )
     if kind == "mistral":
         hf["sliding_window"] = cfg.window
-    if cfg.rope_scaling is not None:
-        hf["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": cfg.rope_scaling.factor,
-            "low_freq_factor": cfg.rope_scaling.low_freq_factor,
-            "high_freq_factor": cfg.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": cfg.rope_scaling.original_max_position,
-        }
     return hf

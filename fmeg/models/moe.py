@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, ops, remat, scan, shard
-from fmeg.models import mixture
+from fmeg.models import mixture, rotary
 from fmeg.models.llama import attend, attention_rows
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
@@ -261,11 +261,9 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
     'softmax'
     """
     kind, mixtral = hf["model_type"], hf["model_type"] == "mixtral"
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    base, scaling = rotary.from_hf({"rope_theta": 1e6, **hf})
     for bad, what in [
         (kind not in HF_TYPES, f"model_type={kind!r} (known: {', '.join(HF_TYPES)})"),
-        (rope_type != "default", f"rope_type={rope_type!r} (known: default)"),
         (hf.get("hidden_act", "silu") != "silu", f"hidden_act={hf.get('hidden_act')!r} (known: silu)"),
         (bool(hf.get("attention_bias")), "attention_bias=True"),
         (kind == "qwen2_moe" and not hf.get("qkv_bias", True), "qkv_bias=False"),
@@ -294,7 +292,8 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
         shared_ff=hf["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
         shared_gate=kind == "qwen2_moe",
         max_seq=hf.get("max_position_embeddings", 32768),
-        rope_base=float(rope.get("rope_theta", hf.get("rope_theta", 1e6))),
+        rope_base=base,
+        rope_scaling=scaling,
         window=hf.get("sliding_window") if mixtral else None,
         qkv_bias=kind == "qwen2_moe",
         qk_norm=kind == "qwen3_moe",
@@ -322,7 +321,6 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
         (cfg.shared_ff > 0 and kind != "qwen2_moe", f"a shared expert beside what makes it {kind}"),
         (kind == "mixtral" and not router.renormalize, "weights that are not renormalized, as Mixtral's are"),
         (cfg.window is not None and kind != "mixtral", "a window"),
-        (cfg.rope_scaling is not None, "rope_scaling"),
     ]:
         if bad:
             raise ValueError(f"to_hf_config: no Hugging Face model of this family has {what}")
@@ -339,7 +337,7 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
         num_experts_per_tok=router.top_k,
         router_aux_loss_coef=router.batch_loss,
         max_position_embeddings=cfg.max_seq,
-        rope_theta=cfg.rope_base,
+        **rotary.to_hf(cfg.rope_base, cfg.rope_scaling),
         tie_word_embeddings=cfg.tied,
         rms_norm_eps=cfg.norm_eps,
         initializer_range=cfg.init_std,

@@ -28,21 +28,6 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
-CONFIGS: dict[str, transformers.PretrainedConfig] = {
-    "llama2": transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
-    "llama3": transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
-    "llama3-tied": transformers.LlamaConfig(**SMALL, head_dim=6, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
-    "mistral": transformers.MistralConfig(**SMALL, sliding_window=5),
-    "qwen2": transformers.Qwen2Config(**SMALL),
-    "qwen2-tied": transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
-    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=12),
-    "gpt2": transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=32),
-    "gpt2-untied": transformers.GPT2Config(
-        vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=32, n_inner=40, tie_word_embeddings=False
-    ),
-}
-
-MOE = SMALL | dict(num_hidden_layers=2, num_experts_per_tok=2)
 YARN = dict(
     rope_type="yarn",
     rope_theta=500.0,
@@ -53,6 +38,22 @@ YARN = dict(
     mscale=0.8,
     mscale_all_dim=0.5,
 )
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "llama2": transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
+    "llama3": transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3_ROPE),
+    "llama3-tied": transformers.LlamaConfig(**SMALL, head_dim=6, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SMALL, sliding_window=5),
+    "qwen2": transformers.Qwen2Config(**SMALL),
+    "qwen2-tied": transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen2-yarn": transformers.Qwen2Config(**SMALL, rope_parameters=YARN | {"mscale": None, "mscale_all_dim": None}),
+    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=12),
+    "gpt2": transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=32),
+    "gpt2-untied": transformers.GPT2Config(
+        vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=32, n_inner=40, tie_word_embeddings=False
+    ),
+}
+
+MOE = SMALL | dict(num_hidden_layers=2, num_experts_per_tok=2)
 MLA = dict(num_key_value_heads=4, kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=8)
 DEEPSEEK = SMALL | MLA | dict(num_experts_per_tok=3, n_routed_experts=8, moe_intermediate_size=20, rope_parameters=YARN)
 V2_GROUPS = dict(n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0)
@@ -66,7 +67,7 @@ CONFIGS |= {
         **MOE | {"num_experts_per_tok": 3}, num_experts=6, moe_intermediate_size=24, head_dim=12, norm_topk_prob=True
     ),
     "qwen3-moe-tied": transformers.Qwen3MoeConfig(
-        **MOE, num_experts=4, moe_intermediate_size=24, head_dim=12, tie_word_embeddings=True
+        **MOE, rope_parameters=YARN, num_experts=4, moe_intermediate_size=24, head_dim=12, tie_word_embeddings=True
     ),
 }
 CONFIGS |= {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from fmeg import random, tree
-from fmeg.models import hf, llama, model_of, presets
+from fmeg import ops, random, tree
+from fmeg.models import deepseek, hf, llama, model_of, presets
+from fmeg.models.registry import model_of_hf
 from tests.models.oracle import CONFIGS, random_model, state
 
 
@@ -110,12 +112,80 @@ def test_errors_name_the_tensor(tmp_path):
         {"attention_bias": True},
         {"mlp_bias": True},
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         {"model_type": "qwen3", "use_sliding_window": True},
     ],
 )
 def test_configs_that_mean_another_function_are_refused(change):
     with pytest.raises(ValueError, match="this model has no"):
         llama.from_hf_config(random_model("llama2").config.to_dict() | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen2-moe", {"decoder_sparse_step": 2}),
+        ("qwen2-moe", {"mlp_only_layers": [1]}),
+        ("qwen2-moe", {"qkv_bias": False}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("qwen3-moe", {"attention_bias": True}),
+        ("deepseek-v2", {"norm_topk_prob": True}),
+        ("deepseek-v2", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}),
+        ("deepseek-v3", {"rope_interleave": False}),
+        ("deepseek-v3", {"moe_layer_freq": 2}),
+        ("deepseek-v3", {"attention_bias": True}),
+    ],
+)
+def test_mixtures_that_mean_another_function_are_refused(name, change):
+    config = random_model(name).config.to_dict()
+    with pytest.raises(ValueError, match="this model has no"):
+        model_of_hf(config["model_type"]).from_hf_config(config | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mixtral-8x7b", dict(sinks=True)),
+        ("mixtral-8x7b", dict(router=ops.Router(2))),
+        ("qwen3-30b-a3b", dict(shared_ff=64)),
+        ("qwen2-57b-a14b", dict(shared_gate=False)),
+        ("qwen2-57b-a14b", dict(window=4096)),
+        ("deepseek-v2", dict(router_bias=True)),
+        ("deepseek-v2", dict(shared_ff=1000)),
+        ("deepseek-v3", dict(router=ops.Router(8, "sigmoid", capacity_factor=1.0))),
+        ("llama3-8b", dict(attn_gate=True)),
+    ],
+)
+def test_what_no_hugging_face_model_is(name, change):
+    cfg = presets.get(name, **change)
+    with pytest.raises(ValueError, match="no Hugging Face model of this family has"):
+        model_of(cfg).to_hf_config(cfg)
+
+
+def test_published_configs():
+    """What the files say, of those whose every field matters here."""
+    yarn = dict(type="yarn", factor=40, beta_fast=32, beta_slow=1, original_max_position_embeddings=4096)
+    lite = dict(
+        model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_hidden_layers=27,
+        moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, n_group=1,
+        topk_group=1, topk_method="greedy", routed_scaling_factor=1.0, first_k_dense_replace=1, norm_topk_prob=False,
+        scoring_func="softmax", aux_loss_alpha=0.001, seq_aux=True, moe_layer_freq=1, num_attention_heads=16,
+        num_key_value_heads=16, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, hidden_act="silu", max_position_embeddings=163840, rms_norm_eps=1e-6, rope_theta=10000,
+        rope_scaling=yarn | dict(mscale=0.707, mscale_all_dim=0.707), attention_bias=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    assert deepseek.from_hf_config(lite) == presets.get("deepseek-v2-lite")
+    v3 = lite | dict(
+        model_type="deepseek_v3", vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61,
+        moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8,
+        topk_group=4, topk_method="noaux_tc", routed_scaling_factor=2.5, first_k_dense_replace=3, norm_topk_prob=True,
+        scoring_func="sigmoid", num_attention_heads=128, q_lora_rank=1536, num_nextn_predict_layers=1,
+        rope_scaling=yarn | dict(mscale=1.0, mscale_all_dim=1.0),
+    )  # fmt: skip
+    want = presets.get("deepseek-v3")
+    assert deepseek.from_hf_config(v3) == replace(want, router=replace(want.router, sequence_loss=0.001))
 
 
 def test_config_round_trip():
