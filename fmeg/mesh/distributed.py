@@ -129,6 +129,15 @@ class DistributedBackend:
         group, same = self.group(axes), list(xs)
         return (lambda: same) if len(group.ranks) == 1 else group.transport.start_all_reduce(xs, op)
 
+    def start_all_gather(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> Started:
+        """`all_gather`, begun, likewise."""
+        dims = checks.dimensions("all_gather", dims, [x.shape for x in xs])
+        group, same = self.group(axes), list(xs)
+        if len(group.ranks) == 1:
+            return lambda: same
+        started = group.transport.start_gather(xs)
+        return lambda: [_merge(x, d) for x, d in zip(started(), dims, strict=True)]
+
     def start_reduce_scatter(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> Started:
         """`reduce_scatter`, begun, likewise."""
         group, same = self.group(axes), list(xs)

@@ -46,6 +46,10 @@ class Transport:
         """[to member, *shape] -> [from member, *shape]."""
         return self._exchange(xs)()
 
+    def start_gather(self, xs: Sequence[Tensor]) -> Started:
+        """`gather`, begun."""
+        return self._gather(xs, later=True)
+
     def all_reduce(self, xs: Sequence[Tensor], op: str) -> list[Tensor]:
         """[*shape] -> [*shape]."""
         return self.start_all_reduce(xs, op, later=False)()

@@ -10,19 +10,20 @@ from xml.sax.saxutils import escape
 from fmeg.pipeline.costs import Costs, Event
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.memory import peaks
-from fmeg.pipeline.schedule import COMPUTE, Schedule
+from fmeg.pipeline.schedule import COMPUTE, PARAMETERS, Schedule
 from fmeg.pipeline.simulate import timeline
 
-COLORS = {"F": "#4c78a8", "B": "#54a24b", "I": "#439894", "W": "#f2a65a", "REDUCE": "#b279a2"}
+COLORS = {"F": "#4c78a8", "B": "#54a24b", "I": "#439894", "W": "#f2a65a", "GATHER": "#9d755d", "REDUCE": "#b279a2"}
 NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    "GATHER": "parameters brought together",
     "REDUCE": "sum of gradients over ranks",
 }
 
-STRIP = 4  # height of a REDUCE, which goes on below what its rank computes
+STRIP = 4  # height of a GATHER or REDUCE, which goes on below what its rank computes
 ROW, GAP, LEFT, RIGHT, HEAD, FOOT = 20, 3, 56, 64, 26, 26
 
 
@@ -57,7 +58,7 @@ class Panel:
         begin = min(start for _, _, start, _ in boxes)
         moved, strips = (
             tuple((rank, action, start - begin, end - begin) for rank, action, start, end in part)
-            for part in (boxes, [event for event in given if event[1].kind == "REDUCE"])
+            for part in (boxes, [event for event in given if event[1].kind in PARAMETERS])
         )
         last = max(end for _, _, _, end in (*moved, *strips))
         total = schedule.ranks * last
@@ -178,7 +179,7 @@ def _rows(panel: Panel, top: float, scale: float, width: int) -> list[str]:
         y, wide = top + rank * (ROW + GAP) + ROW - STRIP + GAP, max(1.5, (end - start) * scale)
         out.append(
             f'<rect x="{LEFT + start * scale:.2f}" y="{y:g}" width="{wide:.2f}" height="{STRIP}" '
-            f'fill="{COLORS["REDUCE"]}"><title>{action} on rank {rank}, {start:.4g} to {end:.4g}</title></rect>'
+            f'fill="{COLORS[action.kind]}"><title>{action} on rank {rank}, {start:.4g} to {end:.4g}</title></rect>'
         )
     out += [f'<path fill="{color}" d="{"".join(boxes)}"/>' for color, boxes in paths.items()]
     return out

@@ -9,7 +9,7 @@ from pathlib import Path
 from fmeg.pipeline.costs import Costs, Event
 from fmeg.pipeline.draw import COLORS, NAMES, Panel, ink
 from fmeg.pipeline.errors import ScheduleError
-from fmeg.pipeline.schedule import Schedule
+from fmeg.pipeline.schedule import PARAMETERS, Schedule
 
 
 def png(
@@ -44,11 +44,9 @@ def png(
     right.set_yticks(range(schedule.ranks), [f"peak {p:.3g}" for p in panel.peak])
     axes.invert_yaxis()
     axes.set(title=panel.title, xlim=(0, panel.end))
-    strips: dict[int, list[tuple[float, float]]] = {}
-    for rank, _, start, end in panel.strips:
-        strips.setdefault(rank, []).append((start, max(end - start, panel.end / 500)))
-    for rank, spans in strips.items():
-        axes.broken_barh(spans, (rank + 0.33, 0.17), facecolors=COLORS["REDUCE"])
+    for rank, action, start, end in panel.strips:
+        span = (start, max(end - start, panel.end / 500))
+        axes.broken_barh([span], (rank + 0.33, 0.17), facecolors=COLORS[action.kind])
     kinds = {event[1].kind for event in (*panel.boxes, *panel.strips)}
     legend = [Patch(color=color, label=f"{kind}: {NAMES[kind]}") for kind, color in COLORS.items() if kind in kinds]
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False)
@@ -56,8 +54,8 @@ def png(
 
 
 def chrome_trace(events: Iterable[Event], unit: float = 1e6) -> str:
-    """JSON for chrome://tracing or Perfetto: a row a rank, a slice an action; REDUCE, which goes on beside, in
-    rows of its own.
+    """JSON for chrome://tracing or Perfetto: a row a rank, a slice an action; GATHER and REDUCE, which go on
+    beside, in rows of their own.
 
     events  (rank, action, start, end), measured or `Timeline.events`
     unit    microseconds in one unit of their time: 1e6 for seconds
@@ -68,16 +66,16 @@ def chrome_trace(events: Iterable[Event], unit: float = 1e6) -> str:
     """
     rows, names = [], set()
     for rank, action, start, end in events:
-        sums = action.kind == "REDUCE"
-        args = {"stage": action.stage} if sums else {"stage": action.stage, "microbatch": action.microbatch}
+        beside = action.kind in PARAMETERS
+        args = {"stage": action.stage} if beside else {"stage": action.stage, "microbatch": action.microbatch}
         name = str(action._replace(pair=False))
-        names.add((int(sums), rank))
-        where = {"pid": int(sums), "tid": rank, "ts": start * unit, "dur": (end - start) * unit}
+        names.add((int(beside), rank))
+        where = {"pid": int(beside), "tid": rank, "ts": start * unit, "dur": (end - start) * unit}
         rows.append({"name": name, "cat": action.kind, "ph": "X", **where, "args": args})
     heads = [
-        {"name": "thread_name", "ph": "M", "pid": sums, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for sums, rank in sorted(names)
+        {"name": "thread_name", "ph": "M", "pid": beside, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for beside, rank in sorted(names)
     ]
-    if any(sums for sums, _ in names):
-        heads.append({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "sums of gradients"}})
+    if any(beside for beside, _ in names):
+        heads.append({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "parameters and gradients"}})
     return json.dumps({"traceEvents": heads + rows})

@@ -13,13 +13,13 @@ from fmeg.pipeline.comms import with_parameters
 from fmeg.pipeline.cut import Cutter, Stage
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.places import place
-from fmeg.pipeline.reduce import Reductions, absorb
+from fmeg.pipeline.reduce import Move, Reductions, absorb
 from fmeg.pipeline.runtime import Pieces, Worker, run_real, run_virtual
 from fmeg.pipeline.schedule import Schedule
 from fmeg.pipeline.stacks import Stacks, find_stacks
 from fmeg.pipeline.stages import Plan, Stages, plan
 from fmeg.pipeline.transport import VirtualRanks, ranks_of
-from fmeg.pipeline.weights import halve_stage
+from fmeg.pipeline.weights import halve_stage, used_inputs
 from fmeg.program.cost import flops
 from fmeg.program.ir import Node, Program
 from fmeg.program.structured import Accumulate, Loop, ScanForward
@@ -153,6 +153,7 @@ class LocalPipeline:
     n_sums: int
     stacked: Mapping[int, int]  # outputs that are: gradients of stacks, and what scans stack -> their scan
     reductions: Reductions = field(default_factory=Reductions)
+    gathers: Mapping[int, tuple[Move, ...]] = field(default_factory=dict)  # by input, begun by GATHER
     name: str = "pipeline"
 
     def loop(self) -> Loop:
@@ -168,6 +169,7 @@ class _Partition:
 
     def __init__(self, part: Partitioner, node: Node, op: Pipeline, axis: str) -> None:
         self.part, self.node, self.op, self.axis = part, node, op, axis
+        self.gathers = isinstance(op.schedule, Schedule) and op.schedule.gathers
         ctx = part.ctx
         sizes = {a: n for a, n in ctx.sizes.items() if a != axis}
         inner = {a: n for a, n in ctx.all_sizes.items() if a != axis}
@@ -185,13 +187,13 @@ class _Partition:
             if own:
                 params.append(i)
             if i in staged:
-                home = p.home.whole()
+                home = self._at_start(p, p.home.whole())
                 inner = Placed(v.type, self._without(home), {}, self._in_use(p), self._in_use(p), None, True)
             else:
-                home = Placement(((), *p.home.dims[1:])) if batched else self._off(p.home)
+                home = Placement(((), *p.home.dims[1:])) if batched else self._at_start(p, self._off(p.home))
                 use = self._off(p.in_use) if p.in_use is not None else None
                 inner = Placed(v.type, Placement(home.dims[1:]) if batched else home, {}, use, use, None, own)
-            args.append(part.get(p, home, "border"))
+            args.append(part.get(p, home, "parameter" if own and self.gathers else "border"))
             inputs.append(child.input(v, inner))
         child.run(op.body.nodes)
         child.phase = "B"
@@ -223,6 +225,12 @@ class _Partition:
 
     def _is_stack(self, p: Placed) -> bool:
         return p.in_use is not None and p.layers and p.home.dims[0] == (self.axis,)
+
+    def _at_start(self, p: Placed, home: Placement) -> Placement:
+        """Where a parameter lies when the pipeline is given it: where it is used, if the schedule gathers."""
+        if p.in_use is None or not self.gathers:
+            return home
+        return Placement((home.dims[0], *p.in_use.dims[1:])) if self._is_stack(p) else self._off(p.in_use)
 
     def _off(self, p: Placement) -> Placement:
         """Whole along the pipeline's axis."""
@@ -261,13 +269,14 @@ class _Runner:
         def executable(program: Program) -> Executable:
             return Executable(program, self.ranks.inner, self.bodies, self.mode)
 
-        forward = executable(stage.forward)
+        forward, n = executable(stage.forward), len(self.op.body.inputs)
+        used = {i for p in (stage.forward, stage.backward) for i in used_inputs(p, n)}
         kinds = {a.kind for line in self.op.plan.schedule.actions for a in line if a.stage == s}
         whole = executable(stage.backward) if "B" in kinds else None
         if "I" not in kinds:
-            return Pieces(forward, whole)
-        halves = halve_stage(stage, len(self.op.body.inputs))
-        return Pieces(forward, whole, executable(halves.first), executable(halves.second), halves)
+            return Pieces(forward, whole, used=frozenset(used))
+        halves = halve_stage(stage, n)
+        return Pieces(forward, whole, executable(halves.first), executable(halves.second), halves, frozenset(used))
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         op, schedule = self.op, self.schedule
@@ -314,6 +323,7 @@ class _Runner:
             {s: self.pieces[s] for s in owned},
             ranks=self.ranks,
             reductions=op.reductions,
+            gathers=op.gathers,
             stacked=op.stacked,
         )
 

@@ -19,7 +19,7 @@ from fmeg.pipeline.costs import Costs, Event, LayerCosts
 from fmeg.pipeline.draw import Svg, draw
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.export import chrome_trace
-from fmeg.pipeline.schedule import Action, Schedule
+from fmeg.pipeline.schedule import PARAMETERS, Action, Schedule
 
 _ACTIVE: ContextVar[Recording | None] = ContextVar("fmeg.pipeline.record", default=None)
 
@@ -29,9 +29,9 @@ class Run:
     """One pass of one pipeline: a step, or a part of it.
 
     events      (rank, action, start, end) in seconds of `time.perf_counter`, of this process's ranks: F B I W, and
-                REDUCE from its begin until it was waited for. What a rank waits for a message is between its actions.
-                On an accelerator the device is waited for at both ends. A virtual mesh runs its ranks one after the
-                other
+                GATHER and REDUCE from their begin until they were waited for. What a rank waits for a message is
+                between its actions. On an accelerator the device is waited for at both ends. A virtual mesh runs its
+                ranks one after the other
     peak        of each of these ranks, the most residuals between two of its actions, in microbatches of that rank's
                 share of the model: what `peaks` predicts
     peak_bytes  the same in bytes of one device: storages that residuals keep alive beyond parameters and batch, each
@@ -83,19 +83,19 @@ class Run:
         chunks = max(1, len(self.schedule.stages_of(rank)))
         self.peak[rank], self.peak_bytes[rank] = 0.0, 0
         self.layers |= {s: stage.layers for s, stage in worker.stages.items()}
-        began: dict[int, float] = {}
+        began: dict[tuple[str, int], float] = {}
 
-        def reduced(stage: int) -> None:
-            self.events.append((rank, Action("REDUCE", stage), began[stage], _clock(device)))
+        def moved(kind: str, stage: int) -> None:
+            self.events.append((rank, Action(kind, stage), began[kind, stage], _clock(device)))
 
-        worker.on_reduced = reduced
+        worker.on_moved = moved
 
         def run(worker: Any, a: Action, message: Sequence[Any]) -> list[Any]:
             start = _clock(device)
+            if a.kind in PARAMETERS:
+                began[a.kind, a.stage] = start
+                return act(worker, a, message)
             out = act(worker, a, message)
-            if a.kind == "REDUCE":
-                began[a.stage] = start
-                return out
             self.events.append((rank, a, start, _clock(device)))
             key = a.stage, a.microbatch
             before = meter.forget(key)

@@ -1,8 +1,11 @@
-"""Gradients are summed over the ranks that share a stage as soon as the stage is done with its last microbatch.
+"""Gradients are summed over the ranks that share a stage as soon as the stage is done with its last microbatch, and its
+parameters brought together before its first.
 
 In a step's Program the reductions of gradients follow the pipeline. Those that need one gradient of it alone, over axes
 other than the pipeline's, move into it: the schedule's action REDUCE begins them for a stage, after its last B or W,
-and they are waited for when the pipeline ends. Each stage's rows are reduced by themselves, so no bit changes.
+and they are waited for when the pipeline ends. Each stage's rows are reduced by themselves, so no bit changes. Gathers
+of parameters that the pipeline alone uses move into it likewise: GATHER begins them, the stage's first F waits for
+them.
 
 What stays behind: sums over the pipeline's own axis, and over several uses of one parameter (a tied embedding).
 """
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fmeg.ops.collectives import ALL_REDUCE, REDUCE_SCATTER
+from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fmeg.program.ir import Node, Program, TensorType, Value, values_in
 from fmeg.sharding.execute import take_part
 from fmeg.sharding.partition import LOCAL_SLICE
@@ -40,19 +43,47 @@ class Reductions:
 
 
 def absorb(program: Program, is_pipeline: Callable[[Any], bool]) -> Program:
-    """The same step, whose pipelines begin their stages' reductions themselves.
+    """The same step, whose pipelines begin their stages' reductions and gathers themselves.
 
-    A pipeline's op has `axis`, `stacked` and `n_sums` (as in `LocalPipeline`), and takes `reductions`.
+    A pipeline's op has `axis`, `staged`, `stacked` and `n_sums` (as in `LocalPipeline`), and takes `reductions` and
+    `gathers`.
     """
     for n in program.nodes:
         if is_pipeline(n.op):
-            program = _absorb(program, n)
+            program = _absorb(*_absorb_gathers(program, n))
     return program
 
 
-def _absorb(program: Program, node: Node) -> Program:
+def _absorb_gathers(program: Program, node: Node) -> tuple[Program, Node]:
+    """The Program and the pipeline's node in it."""
+    if not node.op.plan.schedule.gathers:
+        return program, node
+    uses = _uses(program)
+    at = next(k for k, n in enumerate(program.nodes) if n is node)
+    args = list(node.args)
+    moves: dict[int, tuple[Move, ...]] = {}
+    nodes: list[Node] = []
+    for n in reversed(program.nodes[:at]):
+        taken: dict[int, Value] = {}
+        for i, v in enumerate(args) if n.op is ALL_GATHER and node.op.axis not in n.args[1] else ():
+            k = next((k for k, o in enumerate(n.outs) if o is v and uses[id(o)] == 1), None)
+            if k is not None and i in node.op.params and not (n.args[2][k] == 0 and i in node.op.staged):
+                moves[i] = (Move(n.op.name, n.args[1], n.args[2][k]), *moves.get(i, ()))
+                taken[k] = args[i] = n.operands()[k]
+        nodes += [n] if not taken else _without(n, taken)
+    grown = Node(replace(node.op, gathers=moves), tuple(args), {}, node.outs, node.source, node.phase, node.tags)
+    nodes = [*reversed(nodes), grown, *program.nodes[at + 1 :]]
+    return Program(program.inputs, nodes, program.outputs, program.names, program.name), grown
+
+
+def _uses(program: Program) -> Counter[int]:
     uses = Counter(id(v) for n in program.nodes for v in n.operands())
     uses.update(id(v) for v in values_in(program.outputs))
+    return uses
+
+
+def _absorb(program: Program, node: Node) -> Program:
+    uses = _uses(program)
     now = {id(v): i for i, v in enumerate(node.outs) if i >= node.op.n_sums}  # value -> the output that it comes of
     moves: dict[int, tuple[Move, ...]] = {}
     ends = dict(enumerate(node.outs))
@@ -103,7 +134,7 @@ def _without(n: Node, taken: Iterable[int]) -> list[Node]:
 
 @dataclass
 class Started:
-    """Reductions on their way: `begin` starts the first of each value's moves, `finish` waits and does the rest.
+    """Collectives on their way: `begin` starts the first of each value's moves, `finish` waits and does the rest.
 
     ranks   how pipeline ranks reach their own mesh: `fmeg.pipeline.transport`
     """

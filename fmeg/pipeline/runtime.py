@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fmeg.pipeline.cut import Stage
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.pipeline.record import begin
-from fmeg.pipeline.reduce import Reductions, Started
+from fmeg.pipeline.reduce import Move, Reductions, Started
 from fmeg.pipeline.schedule import Action, Schedule
 from fmeg.pipeline.transport import RealRanks
 from fmeg.pipeline.weights import Halves, used_inputs
@@ -39,6 +39,7 @@ class Pieces:
     inputs: Executable | None = None
     weights: Executable | None = None
     halves: Halves | None = None
+    used: frozenset[int] = frozenset()  # inputs of the body that they use
 
 
 @dataclass
@@ -59,11 +60,14 @@ class Worker:
     reduced: dict[tuple[int, int], Any] = field(default_factory=dict)  # (output, stage, or -1 where stages share it)
     started: list[tuple[int, list[tuple[int, int]], Started]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)  # stages whose REDUCE has begun
-    on_reduced: Callable[[int], None] | None = None
+    gathers: Mapping[int, tuple[Move, ...]] = field(default_factory=dict)  # by input of the body
+    arriving: dict[int, tuple[list[int], Started]] = field(default_factory=dict)  # stage -> inputs, and their gathers
+    on_moved: Callable[[str, int], None] | None = None  # told what has been waited for
 
     def forward(self, s: int, j: int, carries: Sequence[Any]) -> list[Any]:
         """F: the carries that leave."""
         stage = self._mine(s)
+        self._arrive(s)
         got = self.pieces[s].forward.run([*self.inputs[s][j], *carries])
         n = stage.n_carry
         for out, value in zip(stage.sums, got[n : n + len(stage.sums)], strict=True):
@@ -119,14 +123,36 @@ class Worker:
         started = Started(self.ranks, [self.reductions.moves[i] for i, _ in keys], values)
         started.begin()
         self.started.append((s, keys, started))
+        self._fill(s, dict.fromkeys(self.gathers))  # not needed any more
 
     def settle(self) -> None:
         """Wait for the reductions that have begun."""
         for s, keys, started in self.started:
             self.reduced.update(zip(keys, started.finish(), strict=True))
-            if self.on_reduced is not None:
-                self.on_reduced(s)
+            if self.on_moved is not None:
+                self.on_moved("REDUCE", s)
         self.started.clear()
+
+    def gather(self, s: int) -> None:
+        """GATHER: the stage's parameters, begun."""
+        self._mine(s)
+        used = [i for i in self.gathers if i in self.pieces[s].used]
+        started = Started(self.ranks, [self.gathers[i] for i in used], [self.inputs[s][0][i] for i in used])
+        started.begin()
+        self.arriving[s] = used, started
+
+    def _arrive(self, s: int) -> None:
+        if s in self.arriving:
+            used, started = self.arriving.pop(s)
+            self._fill(s, dict(zip(used, started.finish(), strict=True)))
+            if self.on_moved is not None:
+                self.on_moved("GATHER", s)
+
+    def _fill(self, s: int, values: Mapping[int, Any]) -> None:
+        """Inputs of a stage, for every microbatch."""
+        for given in self.inputs[s]:
+            for i, value in values.items():
+                given[i] = value
 
     def gradient(self, i: int) -> Any:
         """The sum of an output that several stages may have a part of; None where none of this rank's has."""
@@ -211,6 +237,9 @@ def _act(worker: Worker, a: Action, message: Sequence[Any]) -> list[Any]:
         return []
     if a.kind == "REDUCE":
         worker.reduce(a.stage)
+        return []
+    if a.kind == "GATHER":
+        worker.gather(a.stage)
         return []
     raise ScheduleError(f"pipeline: the runtime has no action {a.kind} ({a})")
 

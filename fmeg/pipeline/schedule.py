@@ -130,6 +130,11 @@ class Schedule:
         """Whether sends and receives are written out."""
         return any(a.kind in MESSAGES for line in self.actions for a in line)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether it says when a stage's parameters are brought together; else that happens at every use."""
+        return any(a.kind == "GATHER" for line in self.actions for a in line)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, ascending.
 

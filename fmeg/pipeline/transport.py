@@ -74,11 +74,8 @@ class VirtualRanks:
         return Stack(whole, torch.stack(tensors))
 
     def start(self, kind: str, values: Sequence[Any], axes: tuple[str, ...], args: Sequence[Any]) -> Started:
-        """A reduction inside each pipeline rank, done at once; args as in `RealRanks.start`."""
-        if kind == "all_reduce":
-            done = self.inner.all_reduce(values, axes, args[0])
-        else:
-            done = self.inner.reduce_scatter(values, axes, args)
+        """A collective inside each pipeline rank, done at once; args as in `RealRanks.start`."""
+        done = getattr(self.inner, kind)(values, axes, args[0] if kind == "all_reduce" else args)
         return lambda: done
 
 
@@ -103,10 +100,10 @@ class RealRanks:
         return self.backend.mesh.rank({**self.coordinates, self.axis: rank})
 
     def start(self, kind: str, values: Sequence[Any], axes: tuple[str, ...], args: Sequence[Any]) -> Started:
-        """A reduction ("all_reduce", args: the operation; "reduce_scatter", args: a dimension a value), begun."""
-        if kind == "all_reduce":
-            return self.backend.start_all_reduce(values, axes, args[0])
-        return self.backend.start_reduce_scatter(values, axes, args)
+        """A collective ("all_reduce", args: the operation; "reduce_scatter", "all_gather", args: a dimension a value),
+        begun."""
+        start = getattr(self.backend, f"start_{kind}")
+        return start(values, axes, args[0] if kind == "all_reduce" else args)
 
 
 def ranks_of(backend: Any, axis: str) -> VirtualRanks | RealRanks:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from fmeg import Layout, Mesh
-from fmeg.pipeline import ScheduleError, peaks, record
+from fmeg.pipeline import ScheduleError, by_name, peaks, record
 from tests.mesh import processes
 from tests.pipeline.test_runtime import batch, config, run, same
 
@@ -38,6 +38,8 @@ def reductions():
     """Gradients of a stage are on their way while the rank computes for another stage; bits as on the virtual mesh."""
     for layout in (Layout(layers="pp", batch="dp"), Layout(layers="pp", batch="dp", opt=dict(embed="dp"))):
         _equal(dict(dp=2, pp=2), layout, ["1f1b", "zb_v", "interleaved_1f1b"])
+    once = by_name("zb_v", ranks=2, microbatches=4).with_messages(parameters=True)
+    _equal(dict(dp=2, pp=2), Layout(layers="pp", batch="dp", params=dict(embed="dp")), [once])
     mesh = Mesh(dp=2, pp=2, backend="distributed")
     with record() as recording:
         run(config(8), batch(16), mesh=mesh, layout=layout, microbatches=4, schedule="interleaved_1f1b")

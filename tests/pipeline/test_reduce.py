@@ -142,3 +142,37 @@ def test_what_a_reduction_costs_goes_on_beside_and_may_end_last():
     sums = [(start, end) for r, a, start, end in two.events if r == 0 and a.kind == "REDUCE"]
     assert sums[0][1] == sums[1][0] and two.makespan == sums[1][1]
     assert str(schedule.draw(Costs(REDUCE=1.5))).count("REDUCE on rank") == 2
+
+
+ZERO3 = {
+    "ZeRO-3": (dict(pp=2, dp=2), Layout(layers="pp", batch="dp", params=dict(embed="dp"))),
+    "hybrid": (dict(r=2, pp=2, dp=2), Layout(layers="pp", batch=("r", "dp"), params=dict(embed="dp"))),
+    "embedding along the pipeline": (
+        dict(pp=2, dp=2),
+        Layout(layers="pp", batch="dp", params=dict(embed="dp", vocab="pp")),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "schedule"), list(zip(ZERO3, ["1f1b", "zb_v", "interleaved_1f1b"], strict=True)))
+def test_gathered_once_a_step_where_the_schedule_says(name, schedule):
+    axes, layout = ZERO3[name]
+    cfg = config(4, tied=schedule == "1f1b")
+    want = run(cfg, batch(16), microbatches=4)
+    mine = by_name(schedule, ranks=2, microbatches=4).with_messages(parameters=True)
+    for s in (mine, mine.without_messages()):
+        with record() as recording:
+            got = run(cfg, batch(16), mesh=Mesh(axes), layout=layout, microbatches=4, schedule=s)
+        worst = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(got[1], want[1], strict=True))
+        assert worst <= 1e-10 and abs(got[0] - want[0]) <= 1e-10
+    kinds = [a.kind for _, a, *_ in recording.events]
+    assert kinds.count("GATHER") == kinds.count("REDUCE") == mine.stages
+    low = lowered(axes, layout, cfg, mine)
+    assert "all_gather" not in low.explain().counts(segment="scan body")
+    assert "all_gather" not in low.explain().counts(segment="microbatch")
+    early = pipeline(start_early(low.program))
+    assert set(early.staged) <= set(early.gathers)
+    assert set(early.stacked) <= set(early.reductions.moves)
+    each = lowered(axes, layout, cfg, schedule).explain()
+    once, often = (sum(r.total for r in e.select(kind="all_gather").rows) for e in (low.explain(), each))
+    assert once * 4 < often  # microbatches
