@@ -1,6 +1,9 @@
 """Running a local Program on a backend: compute nodes in generated runs, collectives and loops between them.
 
-Values are dropped after their last use. Loops write what they stack, and add what they sum, into buffers of their own.
+Values are dropped after their last use. A collective that is begun and waited for later (see `groups`) reads its
+operands and writes its results meanwhile. Nothing else can touch that memory: the results are not known to the steps
+between, the backend holds the operands, steps write only into tensors that they made themselves, and an input whose
+memory is reused counts as read until the wait.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from fmeg.ops.collectives import (
 )
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.sharding import compiled, segment
-from fmeg.sharding.buffers import Stack, Sum
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import LOCAL_SLICE
 from fmeg.sharding.segment import NOTHING, Chunk, as_function, by_variation
 
 Mode = Literal["eager", "inductor", "cudagraph"]
 MODES: tuple[Mode, ...] = ("eager", "inductor", "cudagraph")
+
+
+def check_mode(what: str, mode: str) -> None:
+    """ValueError for a mode that does not exist."""
+    if mode not in MODES:
+        raise ValueError(f"{what}: mode must be one of {', '.join(MODES)}, given {mode!r}")
+
+
 Step = Callable[[list[Any]], None]
-_LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
 
 
 class Executable:

@@ -23,7 +23,7 @@ from fmeg.program.structured import Accumulate, Gradient, SplitRows
 from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.array import Array
 from fmeg.sharding.coalesce import coalesce_where
-from fmeg.sharding.execute import MODES, Executable, Mode
+from fmeg.sharding.execute import Executable, Mode, check_mode
 from fmeg.sharding.graph import Graph
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.spec import Layout, resolve
@@ -72,8 +72,7 @@ class Lowered:
 
     def compile(self, mode: Mode = "eager") -> Compiled:
         """Ready to run on the mesh's backend. `mode` as in `jit`."""
-        if mode not in MODES:
-            raise ValueError(f"compile: mode must be one of {', '.join(MODES)}, given {mode!r}")
+        check_mode("compile", mode)
         program, backend = start_early(self.program), self.mesh.backend()
         if mode == "eager":
             return Compiled(self, Executable(program, backend))
@@ -197,6 +196,7 @@ class Jitted:
         mode: Mode,
     ):
         self.fn, self.mesh, self.layout, self.strict, self.mode = fn, mesh, layout, strict, mode
+        check_mode("jit", mode)
         self.axes = {k: Axes.of(v) for k, v in axes.items()}
         self.params, self.out_axes = tuple(params), out_axes
         self.donate = (donate,) if isinstance(donate, str) else tuple(donate)
