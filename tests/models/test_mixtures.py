@@ -8,6 +8,7 @@ import torch
 import fmeg
 from fmeg import Layout, Mesh, optim, random, tree
 from fmeg.models import batch_axes, deepseek, model_of, presets
+from fmeg.program.ir import TensorType
 from fmeg.testing import assert_equivalent
 
 F64 = torch.float64
@@ -109,6 +110,12 @@ def test_other_meshes(which, layout, mesh, more):
     check(which, layout, Mesh(**mesh), **more)
 
 
+@pytest.mark.parametrize("which", ["qwen2", "mtp"])
+def test_all_ranks_at_once(which):
+    """The other virtual backend, on which shapes may not depend on data."""
+    check(which, "sp+ep folded", Mesh(dp=2, tp=2, backend="vmap"))
+
+
 def test_exchanges_of_a_layer():
     """Tokens go to their experts and come back, in the forward and in the backward pass: with experts on the axes of
     the tokens nothing else moves that is as wide."""
@@ -121,8 +128,7 @@ def test_exchanges_of_a_layer():
     jitted = fmeg.jit(step, mesh=Mesh(dp=4), layout=Layout(batch="dp", experts="dp"), axes=axes, strict=True)
     rows = jitted.lower(params, batch).explain().rows
     kinds = sorted((r.phase, r.kind, r.count) for r in rows if r.count == cfg.layers and r.nbytes > 4000)
-    wide = [k for k in kinds if "exchange" in k[1]]
-    assert [p for p, *_ in wide].count("F") == 2, kinds
+    assert kinds == [(phase, "exchange_rows", cfg.layers) for phase in "BBFF"]
 
 
 def test_router_biases_move_alike():
@@ -175,3 +181,29 @@ def test_optimizers_know_matrices_from_vectors(which):
         last = path.split(".")[-1]
         assert yes == ("norm" not in last and last not in ("bq", "bk", "bv", "router_bias", "shared_weight")), path
         assert optim.decay_matrices(path, p) == yes or last in ("bq", "bk", "bv"), path
+
+
+@pytest.mark.parametrize(("name", "pipeline"), [("deepseek-v3", True), ("qwen3-235b-a22b", False)])
+def test_published_sizes_on_thousands_of_devices(name, pipeline):
+    """A step of the whole model is partitioned under strict; nothing is allocated."""
+    cfg = presets.get(name, compute_dtype=torch.bfloat16)
+    model = model_of(cfg)
+    axes = model.logical_axes(cfg)
+    params = tree.map(lambda p: TensorType(p.shape(cfg.sizes), cfg.dtype), model.parameters(cfg))
+    ids = TensorType((4096, 4096), torch.int64)
+    batch = {"tokens": ids, "targets": ids, "mask": TensorType(ids.shape, torch.float32)}
+    have = {a for leaf in tree.leaves(axes) for a in leaf.split()} | {"batch", "res_seq"}
+    view = dict(
+        TP, batch=("dp", "ep"), experts="ep", expert_ff="tp", res_seq="tp", **({"layers": "pp"} if pipeline else {})
+    )
+    layout = Layout(**{k: v for k, v in view.items() if k in have}, params=dict(embed="dp", expert_embed="dp"))
+    mesh = Mesh(pp=8, dp=4, ep=32, tp=2) if pipeline else Mesh(dp=16, ep=64, tp=2)
+    how = dict(microbatches=16, schedule="1f1b") if pipeline else {}
+
+    def step(params, batch):
+        return fmeg.value_and_grad(lambda p, b: model.loss(p, b, cfg), **how)(params, batch)
+
+    jitted = fmeg.jit(step, mesh=mesh, layout=layout, axes={"params": axes, "batch": batch_axes()}, strict=True)
+    lowered = jitted.lower(params, batch)
+    assert lowered.explain().executed()["exchange_rows"] >= 4 * cfg.layers and mesh.size == 2048
+    assert mesh._built is None  # nothing of the mesh's size was made
