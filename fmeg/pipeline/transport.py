@@ -20,8 +20,8 @@ class VirtualRanks:
 
     def __init__(self, backend: LoopBackend | VmapBackend, axis: str) -> None:
         mesh: Mesh = backend.mesh
-        self.backend, self.axis, self.n = backend, axis, mesh.sizes[axis]
-        self.mine = tuple(range(self.n))
+        self.backend, self.axis = backend, axis
+        self.mine = tuple(range(mesh.sizes[axis]))
         others = {a: n for a, n in mesh.sizes.items() if a != axis}
         inner = Mesh(others, backend="loop" if isinstance(backend, LoopBackend) else "vmap")
         self.inner: Any = inner.backend()

@@ -81,11 +81,6 @@ class Rule:
     give_back: frozenset[int] = frozenset()
     at_rest: bool = False
 
-    def contracted(self) -> set[str]:
-        """Factors of the operands that no result has."""
-        kept = {f for dims in self.outs for d in dims for f in d}
-        return {f for dims in self.ins for d in dims for f in d} - kept
-
 
 def parse_dims(text: str) -> Dims:
     """Parse one side's term: names, `(a b)` for a merged dimension, `1` for a broadcast one.
@@ -108,8 +103,8 @@ def rule(text: str, shapes: Iterable[tuple[int, ...]], outs: Iterable[tuple[int,
 
     `outs` gives result shapes, needed only for factors that operands do not show alone.
 
-    >>> rule("b s d, d f -> b s f", [(2, 3, 4), (4, 5)], linear=frozenset({0, 1})).contracted()
-    {'d'}
+    >>> rule("b s d, d f -> b s f", [(2, 3, 4), (4, 5)], linear=frozenset({0, 1})).sizes
+    {'b': 2, 's': 3, 'd': 4, 'f': 5}
     """
     left, right = text.split("->")
     ins = tuple(parse_dims(t) for t in left.split(",")) if left.strip() else ()

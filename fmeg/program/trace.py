@@ -17,10 +17,9 @@ from fmeg.program.recorder import Recorder, active
 
 @dataclass(eq=False)
 class Traced:
-    """A Program with the tree structures of the function it came from."""
+    """A Program with the structure of what its function returned."""
 
     program: Program
-    in_tree: Any
     out_tree: Any
     declared_axes: frozenset[str]
     function: str
@@ -102,4 +101,4 @@ def trace(fn: Callable[..., Any], *args: Any) -> Traced:
         raise TraceError(f"{fn_name}: captured tensors in a top-level trace")
     program = rec.program(outs, [p for _, p in dyn])
     program.check()
-    return Traced(program, in_tree, out_box[0], frozenset(rec.declared_axes), fn_name)
+    return Traced(program, out_box[0], frozenset(rec.declared_axes), fn_name)

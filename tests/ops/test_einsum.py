@@ -7,6 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from fmeg.ops.einsum import einsum, einsum_p, format_equation, parse_equation
 from tests.ops.checks import check_vjp, close, node_of, rand
 from tests.ops.ranks import check_rule
+from tests.sharding.factors import contracted
 
 CASES = [
     ("b s d, d h e -> b s h e", [(2, 3, 4), (4, 5, 6)]),
@@ -78,7 +79,7 @@ def test_rule_under_every_placement(equation, shapes):
 
 def test_rule_is_linear_and_contracts():
     r = einsum_p.rule(node_of(einsum_p, "b s d, d f -> b s f", rand(2, 3, 4), rand(4, 5)))
-    assert r.linear == {0, 1} and not r.joint and r.contracted() == {"d"}
+    assert r.linear == {0, 1} and not r.joint and contracted(r) == {"d"}
     assert r.sizes == {"b": 2, "s": 3, "d": 4, "f": 5}
 
 

@@ -22,6 +22,7 @@ from fmeg.sharding.rules.registry import FAMILIES, TABLE
 from fmeg.sharding.rules.sdpa import KERNELS
 from fmeg.sharding.rules.view import factorise
 from fmeg.testing.rulecheck import check_rule, make_node, validate
+from tests.sharding.factors import contracted
 
 _spec = importlib.util.spec_from_file_location("cases", Path(__file__).with_name("cases.py"))
 _module = importlib.util.module_from_spec(_spec)
@@ -115,15 +116,15 @@ def _rule(name: str) -> Rule:
 
 def test_what_rules_allow() -> None:
     """A rule that keeps everything whole is sound and useless: these must allow this much."""
-    assert _rule("mm").contracted() == {"k"} and _rule("mm").linear == {0, 1} and not _rule("mm").whole
+    assert contracted(_rule("mm")) == {"k"} and _rule("mm").linear == {0, 1} and not _rule("mm").whole
     assert _rule("view merge").outs == ((("f0", "f1"), ("f2",), ()),)
     assert _rule("add.Tensor").joint and _rule("add.Tensor").linear == {0, 1}
     assert _rule("add.Tensor number").linear == frozenset() and _rule("add.Tensor zero").linear == {0}
     assert _rule("_to_copy float to int").linear == frozenset() and _rule("_to_copy int to float").linear == {0}
-    assert _rule("embedding").contracted() == {"w0"} and not _rule("embedding").whole
+    assert contracted(_rule("embedding")) == {"w0"} and not _rule("embedding").whole
     assert not _rule("embedding_dense_backward").whole and not _rule("_log_softmax").whole
     assert _rule("native_layer_norm").whole == {"d2"}
-    assert _rule("index_put").whole == frozenset() and _rule("index.Tensor apart").contracted() == {"k0", "k2"}
+    assert _rule("index_put").whole == frozenset() and contracted(_rule("index.Tensor apart")) == {"k0", "k2"}
     assert _rule("_scaled_dot_product_flash_attention_for_cpu").whole == {"s", "t", "e", "f"}
     assert _rule("nll_loss_forward plain 1").whole == frozenset()
     assert not _rule("cumsum").whole and _rule("cumsum").linear == {0} and not _rule("cumsum integers").linear
