@@ -11,7 +11,7 @@ this project.
 
 tokens/s      median over the steps after the first five, the GPU synchronised at each step's end
 mfu           model FLOPs (`llama.flops_per_token`) over 989 TFLOP/s
-peak bytes    `torch.cuda.max_memory_allocated` over the whole run
+peak bytes    `torch.cuda.max_memory_allocated` over the whole run, beside what `Lowered.predicted_peak` says
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 
 import fmeg
-from fmeg import Array, Layout, Mesh, TrainState, optim, tree
+from fmeg import Array, Layout, Mesh, TensorType, TrainState, optim, tree
 from fmeg.models import llama
 from fmeg.models.table import Param
+from fmeg.step import Lowered
 
 PEAK = 989e12
 WARM = 5
@@ -120,10 +121,29 @@ def random_state(cfg: llama.Config, optimizer: Any, mesh: Mesh) -> TrainState:
     return tree.map(place, state)
 
 
+def lowered(model: str, **changes: Any) -> Lowered:
+    """The step of a model, `changes` made to its config, traced for one device; nothing is allocated."""
+    cfg, (rows, seq) = MODELS[model]
+    cfg = replace(cfg, **changes)
+    step, optimizer = make_step(cfg)
+    with torch.device("meta"):
+        params = tree.map(
+            lambda p: torch.empty([cfg.sizes[a] for a in p.axes.split()]),
+            llama.parameters(cfg),
+            is_leaf=lambda x: isinstance(x, Param),
+        )
+        state = TrainState.create(params, optimizer, llama.logical_axes(cfg))
+    types = tree.map(lambda x: TensorType.of(x), state)
+    ids, mask = TensorType((rows, seq), torch.int64), TensorType((rows, seq), torch.float32)
+    batch = {"tokens": ids, "targets": ids, "mask": mask}
+    return fmeg.jit(step, mesh=Mesh(), layout=Layout(), donate="state").lower(types, batch)
+
+
 def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | None = None) -> Row:
     """Train for some steps in this process."""
     cfg, (rows, seq) = MODELS[model]
     mesh = Mesh()
+    predicted = lowered(model).predicted_peak(mode)  # type: ignore[arg-type]
     torch.set_default_device("cuda")
     step, optimizer = make_step(cfg, recipe)
     state = random_state(cfg, optimizer, mesh)
@@ -148,8 +168,8 @@ def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | No
     versions = f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
     name = f"{mode}, fp8 {recipe}" if recipe else mode
     return Row(
-        model, name, "fmeg", tokens, tokens * flops / PEAK, torch.cuda.max_memory_allocated(), first_step_s=times[0],
-        loss=loss, versions=versions,
+        model, name, "fmeg", tokens, tokens * flops / PEAK, torch.cuda.max_memory_allocated(), predicted,
+        first_step_s=times[0], loss=loss, versions=versions,
     )  # fmt: skip
 
 
@@ -209,8 +229,9 @@ def suite(models: list[str], modes: list[str], folder: str | None, path: str) ->
         best = max((r.tokens_s for r in here if r.peer != "fmeg"), default=0.0)
         rows += [replace(r, ratio=r.tokens_s / best if best else 0.0) for r in here]
         for r in rows[-len(here) :]:
-            print(f"{r.model} {r.peer} {r.mode}: {r.tokens_s:.0f} tokens/s, mfu {r.mfu:.3f}, "
-                  f"{r.peak_bytes / 2**30:.1f} GiB, ratio {r.ratio:.3f}", flush=True)  # fmt: skip
+            gib = f"{r.peak_bytes / 2**30:.1f} GiB (predicted {r.predicted_bytes / 2**30:.1f})"
+            print(f"{r.model} {r.peer} {r.mode}: {r.tokens_s:.0f} tokens/s, mfu {r.mfu:.3f}, {gib}, "
+                  f"ratio {r.ratio:.3f}", flush=True)  # fmt: skip
         with open(path, "w") as f:
             json.dump([asdict(r) for r in rows], f, indent=1)
 

@@ -26,6 +26,7 @@ from fmeg.sharding.coalesce import coalesce_where
 from fmeg.sharding.execute import Executable, Mode, check_mode
 from fmeg.sharding.graph import Graph
 from fmeg.sharding.partition import Context, Partitioner
+from fmeg.sharding.peak import peak
 from fmeg.sharding.spec import Layout, resolve
 from fmeg.sharding.value import Placed, Placement, Sizes, count, local_size
 from fmeg.step.stacks import stored_stacks
@@ -108,6 +109,15 @@ class Lowered:
     def cost(self) -> Cost:
         """One rank's arithmetic, memory traffic and peak memory (see fmeg.program.cost)."""
         return cost(self.program)
+
+    def predicted_peak(self, mode: Mode = "eager") -> int:
+        """Bytes that one rank's allocator will show as its peak when the step runs in `mode`, arguments included (see
+        fmeg.sharding.peak). What `donate` names is taken to be the step's own."""
+        check_mode("predicted_peak", mode)
+        owned = [i for i, given in enumerate(self.donated) if given]
+        if mode == "eager":
+            return peak(self.program, False, owned)
+        return peak(lower(self.program), True, owned, self._reused())
 
     def text(self, stage: str = "local") -> str:
         """The Program as text: "local", one rank's with its collectives, or "global", before it was partitioned."""
