@@ -17,7 +17,7 @@ from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
 from fmeg.mesh.rows import sent_and_received
-from fmeg.mesh.transport import Started, Transport
+from fmeg.mesh.transport import Started, Transport, waiting
 from fmeg.program.errors import MeshError
 
 if TYPE_CHECKING:
@@ -67,11 +67,15 @@ class DistributedBackend:
     the loop backend; on CUDA NCCL adds, in its own order. Process groups are made once for each set of axes, when first
     used: all processes must come to that collective (see `Backend.prepare`).
 
+    overlap     whether steps begin collectives early and wait for them late (`start_…`), so that they go on beside
+                computation: NCCL's on a stream of its own, Gloo's on a thread. Set it to False before `jit` to compare
+
     Raises MeshError when the mesh is not as large as the world.
     """
 
     name = "distributed"
     plain = True
+    overlap = True
 
     def __init__(self, mesh: Mesh) -> None:
         init_distributed()
@@ -159,13 +163,34 @@ class DistributedBackend:
         moved = group.transport.exchange([_cut(x, d, n) for x, d in zip(xs, split, strict=True)])
         return [_merge(x, d) for x, d in zip(moved, concat, strict=True)]
 
+    def start_all_to_all(
+        self, xs: Sequence[Value], axes: Axes, split_dims: Sequence[int], concat_dims: Sequence[int]
+    ) -> Started:
+        """`all_to_all`, begun, likewise."""
+        group, same = self.group(axes), list(xs)
+        n = len(group.ranks)
+        split = checks.split_dimensions("all_to_all", split_dims, [x.shape for x in xs], axes, n)
+        concat = checks.dimensions("all_to_all", concat_dims, [x.shape for x in xs])
+        if n == 1:
+            return lambda: same
+        started = group.transport.start_exchange([_cut(x, d, n) for x, d in zip(xs, split, strict=True)])
+        return lambda: [_merge(x, d) for x, d in zip(started(), concat, strict=True)]
+
     def ppermute(self, x: Value, axes: Axes, perm: Sequence[tuple[int, int]]) -> Value:
+        return self.start_ppermute([x], axes, perm)()[0]
+
+    def start_ppermute(self, xs: Sequence[Value], axes: Axes, perm: Sequence[tuple[int, int]]) -> Started:
+        """`ppermute` of each, begun, likewise."""
+        started = [self._ppermute(x, axes, perm) for x in xs]
+        return lambda: [done() for done in started]
+
+    def _ppermute(self, x: Value, axes: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Value]:
         group = self.group(axes)
         source = checks.permutation(perm, axes, len(group.ranks))
         target = {s: d for d, s in source.items()}
         me, x = group.index, x.contiguous()
         if source.get(me) == me:
-            return x
+            return lambda: x
         out = torch.empty_like(x) if me in source else torch.zeros_like(x)
         pg = group.transport.group
         moves = []
@@ -173,10 +198,7 @@ class DistributedBackend:
             moves.append(dist.P2POp(dist.irecv, out, group.ranks[source[me]], pg))
         if me in target:
             moves.append(dist.P2POp(dist.isend, x, group.ranks[target[me]], pg))
-        if moves and x.numel():
-            for work in dist.batch_isend_irecv(moves):
-                work.wait()
-        return out
+        return waiting(dist.batch_isend_irecv(moves) if moves and x.numel() else [], out, x)
 
     def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
         group, (send, receive) = self.group(axes), sent_and_received(table, back)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from fmeg.mesh import checks
 
+T = TypeVar("T")
+
 # Their names from torch 2.13 on, else the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_COALESCED: dict[str, tuple[tuple[str, str], Any]] = {
+    "all_gather": (("all_gather_single_coalesced", "allgather_into_tensor_coalesced"), c10d.AllgatherOptions),
+    "reduce_scatter": (
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        c10d.ReduceScatterOptions,
+    ),
+}
 
 Started = Callable[[], list[Tensor]]
 """A collective that has begun: call it to wait for the results."""
@@ -46,6 +55,10 @@ class Transport:
         """[to member, *shape] -> [from member, *shape]."""
         return self._exchange(xs)()
 
+    def start_exchange(self, xs: Sequence[Tensor]) -> Started:
+        """`exchange`, begun."""
+        return self._exchange(xs, later=True)
+
     def start_gather(self, xs: Sequence[Tensor]) -> Started:
         """`gather`, begun."""
         return self._gather(xs, later=True)
@@ -67,7 +80,7 @@ class Transport:
         def add(flat: Tensor) -> Callable[[], Tensor]:
             out = flat.clone()
             kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-            return _waiting(dist.all_reduce(out, kind, group=self.group, async_op=later), out)
+            return waiting([dist.all_reduce(out, kind, group=self.group, async_op=later)], out)
 
         return _firsts(_packed([x[None] for x in xs], add))
 
@@ -77,19 +90,24 @@ class Transport:
             exchanged = self._exchange(xs, later)
             return lambda: [self._fold(x, "sum") for x in exchanged()]
 
-        def add(flat: Tensor) -> Callable[[], Tensor]:
-            out, sent = flat.new_empty(1, flat.shape[1]), self._by_position(flat)
-            work = _reduce_scatter(out.view(-1), sent.view(-1), group=self.group, async_op=later)
-            return _waiting(work, out, sent)
-
-        return _firsts(_packed(xs, add))
+        outs = [x.new_empty(x.shape[1:]) for x in xs]
+        sent = [self._by_position(x).contiguous() for x in xs]
+        pairs = [(o.view(-1), s.view(-1)) for o, s in zip(outs, sent, strict=True) if s.numel()]
+        return waiting(self._all_at_once("reduce_scatter", pairs, later), outs, sent)
 
     def _gather(self, xs: Sequence[Tensor], later: bool = False) -> Started:
+        if not self.ordered:
+            outs = [x.new_empty(self.size, *x.shape) for x in xs]
+            sent = [x.contiguous() for x in xs]
+            pairs = [(_bytes(o), _bytes(s)) for o, s in zip(outs, sent, strict=True) if s.numel()]
+            done = waiting(self._all_at_once("all_gather", pairs, later), outs, sent)
+            return lambda: [self._by_member(x) for x in done()]
+
         def move(flat: Tensor) -> Callable[[], Tensor]:
             out, work = flat.new_empty(self.size, flat.shape[1]), None
             if flat.numel():
                 work = _all_gather(_bytes(out), _bytes(flat), group=self.group, async_op=later)
-            done = _waiting(work, out, flat)
+            done = waiting([work], out, flat)
             return lambda: self._by_member(done())
 
         return _packed([x[None] for x in xs], move)
@@ -100,10 +118,26 @@ class Transport:
             if flat.numel():
                 there, here = _bytes(out).view(self.size, -1), _bytes(sent).view(self.size, -1)
                 work = dist.all_to_all_single(there, here, group=self.group, async_op=later)
-            done = _waiting(work, out, sent)
+            done = waiting([work], out, sent)
             return lambda: self._by_member(done())
 
         return _packed(xs, move)
+
+    def _all_at_once(self, kind: str, pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> list[Any]:
+        """A collective for each (result, operand), those of one dtype launched as one, with no copy to bring them
+        together."""
+        group = dist.group.WORLD if self.group is None else self.group
+        names, make = _COALESCED[kind]
+        launch = getattr(group, names[0], None) or getattr(group, names[1])
+        options = make()
+        options.asyncOp = later
+        works = []
+        for dtype in dict.fromkeys(s.dtype for _, s in pairs):
+            here = [p for p in pairs if p[1].dtype == dtype]
+            works.append(launch([o for o, _ in here], [s for _, s in here], options))
+        if later:
+            return works
+        return waiting(works, [])()
 
     def exchange_rows(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
         """Rows of x, `send[i]` to member i, into those of `out`, `receive[i]` from it; both contiguous."""
@@ -130,13 +164,14 @@ class Transport:
         return x if self._inverse is None else x[self._inverse]
 
 
-def _waiting(work: Any, out: Tensor, *in_flight: Tensor) -> Callable[[], Tensor]:
-    """A function that waits for `work` and gives `out`; until then it keeps what is being read."""
+def waiting(works: Sequence[Any], out: T, *in_flight: Any) -> Callable[[], T]:
+    """A function that waits for `works` and gives `out`; until then it keeps what is being read."""
     held = [*in_flight]
 
-    def done() -> Tensor:
-        if work is not None:
-            work.wait()
+    def done() -> T:
+        for work in works:
+            if work is not None:
+                work.wait()
         held.clear()
         return out
 

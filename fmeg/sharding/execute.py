@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,8 +26,11 @@ from fmeg.ops.collectives import (
     Collective,
 )
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
-from fmeg.sharding import compiled, segment
+from fmeg.sharding import compiled, loops, segment
+from fmeg.sharding.early import early
+from fmeg.sharding.groups import Group, alone, grouped, opaque
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
+from fmeg.sharding.loops import store
 from fmeg.sharding.partition import LOCAL_SLICE
 from fmeg.sharding.segment import NOTHING, Chunk, as_function, by_variation
 
@@ -56,26 +60,34 @@ class Executable:
         bodies: dict[int, Executable] | None = None,
         mode: Mode = "eager",
         into: Mapping[int, int] = NOTHING,
+        later: bool = False,
     ) -> None:
         """`bodies`: compiled bodies by their Program's id, for several Programs that share them. `mode`: whether runs
         of compute nodes are Python, or compiled by Inductor. `into`: results, by number, that compiled code may write
-        into the memory of an input, by number, whose last reader is in the same run."""
+        into the memory of an input, by number, whose last reader is in the same run. `later`: it is for `start`."""
         self.backend, self.name, self.mode = backend, program.name, mode
-        self.bodies: dict[int, Executable] = {} if bodies is None else bodies
+        self.overlap = getattr(backend, "overlap", False)
+        self.bodies: dict[int, Any] = {} if bodies is None else bodies
         self.slots: dict[int, int] = {}
         for v in program.inputs:
             self._slot(v)
         self.n_inputs = len(program.inputs)
-        groups = _grouped(program.nodes)
-        for n in (n for g in groups for n in g):
+        nodes = early(program.nodes) if self.overlap else program.nodes
+        groups, at_end = grouped(nodes, self.overlap, later)
+        for n in (n for g in groups for n in g.nodes):
             for v in (*n.operands(), *n.outs):
                 self._slot(v)
         self.outputs = [(True, self._slot(o)) if isinstance(o, Value) else (False, o) for o in program.outputs]
         kept = {slot for is_slot, slot in self.outputs if is_slot}
         self.into = {self.outputs[o][1]: i for o, i in into.items() if self.outputs[o][0]}
-        dying, unused = self._deaths(groups, kept)
+        dying, unused = self._deaths(groups, at_end, kept)
         self.unused = tuple(s for s in range(self.n_inputs) if s in unused)
-        self.steps: list[Step] = [self._step(g, d) for g, d in zip(groups, dying, strict=True)]
+        waits = {i: self._wait(g, d) for i, (g, d) in enumerate(zip(groups, dying, strict=True)) if g.begins}
+        self.steps: list[Step] = [
+            _after([waits[w] for w in g.waits], self._step(g, d)) for g, d in zip(groups, dying, strict=True)
+        ]
+        self.last = [waits[w] for w in at_end]
+        self.pause = next((i for i, g in enumerate(groups) if g.waits), len(groups))
 
     @property
     def written(self) -> dict[int, int]:
@@ -85,14 +97,22 @@ class Executable:
     def _slot(self, v: Value) -> int:
         return self.slots.setdefault(id(v), len(self.slots))
 
-    def _deaths(self, groups: Sequence[Sequence[Node]], kept: set[int]) -> tuple[list[set[int]], set[int]]:
+    def _deaths(
+        self, groups: Sequence[Group], at_end: Sequence[int], kept: set[int]
+    ) -> tuple[list[set[int]], set[int]]:
         """For each group the slots that nothing after it needs, and those that nothing needs at all."""
         last: dict[int, int] = {}
         for i, g in enumerate(groups):
-            for n in g:
+            for n in g.nodes:
                 last.update(dict.fromkeys((self.slots[id(v)] for v in (*n.operands(), *n.outs)), i))
-        made = {self.slots[id(v)]: i for i, g in enumerate(groups) if not _alone(g[0]) for n in g for v in n.outs}
-        self.into = {o: i for o, i in self.into.items() if o in made and last.get(i, 0) <= made[o]}
+        made = {
+            self.slots[id(v)]: i for i, g in enumerate(groups) if not alone(g.nodes[0]) for n in g.nodes for v in n.outs
+        }
+        read = dict(last)
+        for i, waits in (*enumerate(g.waits for g in groups), (len(groups), at_end)):
+            for v in (v for w in waits for v in groups[w].nodes[0].operands()):
+                read[self.slots[id(v)]] = max(read[self.slots[id(v)]], i)
+        self.into = {o: i for o, i in self.into.items() if o in made and read.get(i, 0) <= made[o]}
         last.update((i, made[o]) for o, i in self.into.items())
         dying: list[set[int]] = [set() for _ in groups]
         for slot, i in last.items():
@@ -104,56 +124,65 @@ class Executable:
         return self.run(list(inputs))
 
     def run(self, inputs: list[Any]) -> list[Any]:
+        return self.start(inputs)()
+
+    def start(self, inputs: list[Any]) -> Callable[[], list[Any]]:
+        """`run` up to where it must wait for the first time; the result does the rest."""
         env: list[Any] = [None] * len(self.slots)
         env[: self.n_inputs] = inputs
         inputs.clear()
         for slot in self.unused:
             env[slot] = None
-        for step in self.steps:
+        for step in self.steps[: self.pause]:
             step(env)
+        return partial(self._finish, env)
+
+    def _finish(self, env: list[Any]) -> list[Any]:
+        for step in self.steps[self.pause :]:
+            step(env)
+        for wait in self.last:
+            wait(env)
         return [env[o] if is_slot else o for is_slot, o in self.outputs]
 
     # -- steps ------------------------------------------------------------------------------------------------------
-    def _step(self, group: Sequence[Node], dying: set[int]) -> Step:
-        op = group[0].op
+    def _step(self, group: Group, dying: set[int]) -> Step:
+        nodes = group.nodes
+        op = nodes[0].op
         if isinstance(op, Collective):
-            return self._collective(group[0], dying)
+            return self._begin(nodes[0], dying) if group.begins else self._collective(nodes[0], dying)
         if isinstance(op, LocalScan):
-            return self._scan(group[0], op, dying)
+            return loops.scan(self, nodes[0], dying)
         if isinstance(op, LocalScanBackward):
-            return self._scan_backward(group[0], op, dying)
+            return loops.scan_backward(self, nodes[0], dying)
         if isinstance(op, LocalAccumulate):
-            return self._accumulate(group[0], op, dying)
+            return loops.accumulate(self, nodes[0], dying)
         if hasattr(op, "build"):
-            return self._built(group[0], op, dying)
+            return self._built(nodes[0], op, dying)
         if self.backend.plain:
-            where = (group, self.slots, dying, self.backend.device, f"fmeg/{self.name}")
-            if self.mode == "eager" or _opaque(group[0]):
+            where = (nodes, self.slots, dying, self.backend.device, f"fmeg/{self.name}")
+            if self.mode == "eager" or opaque(nodes[0]):
                 return segment.in_place(*where)
-            made = {self.slots[id(v)] for n in group for v in n.outs}
+            made = {self.slots[id(v)] for n in nodes for v in n.outs}
             return compiled.in_place(*where, {o: i for o, i in self.into.items() if o in made})
-        return self._segment(group, dying)
+        return self._segment(nodes, dying)
 
-    def _body(self, program: Program) -> Executable:
+    def body(self, program: Program, writes: Sequence[int] = (), later: bool = False) -> Executable:
+        """A body of a loop, made once. `writes`: its results that may be written into memory given after its inputs,
+        one more input for each."""
         if id(program) not in self.bodies:
-            self.bodies[id(program)] = Executable(program, self.backend, self.bodies, self.mode)
-        return self.bodies[id(program)]
-
-    def _writing(self, program: Program, first: int, n: int) -> Executable:
-        """The body with `n` more inputs, memory into which its results from `first` on may be written."""
-        if id(program) not in self.bodies:
-            memory = tuple(Value(v.type) for v in program.outputs[first : first + n])
-            wider = replace(program, inputs=(*program.inputs, *memory))
-            into = {first + k: len(program.inputs) + k for k in range(n)}
-            self.bodies[id(program)] = Executable(wider, self.backend, self.bodies, self.mode, into)
+            memory = tuple(Value(program.outputs[o].type) for o in writes)
+            wider = replace(program, inputs=(*program.inputs, *memory)) if writes else program
+            into = {o: len(program.inputs) + k for k, o in enumerate(writes)}
+            made = Executable(wider, self.backend, self.bodies, self.mode, into, later)
+            self.bodies[id(program)] = made
         return self.bodies[id(program)]
 
     def _built(self, node: Node, op: Any, dying: set[int]) -> Step:
         """An operation that brings its own way to run."""
-        fn, read, outs = op.build(self.backend, self.mode), self._reader(node.args, dying), self._outs(node)
+        fn, read, outs = op.build(self.backend, self.mode), self.reader(node.args, dying), self.outs(node)
 
         def run(env: list[Any]) -> None:
-            _store(env, outs, fn(read(env)))
+            store(env, outs, fn(read(env)))
 
         return run
 
@@ -186,7 +215,7 @@ class Executable:
 
         return run
 
-    def _reader(self, nested: Any, dying: set[int]) -> Callable[[list[Any]], Any]:
+    def reader(self, nested: Any, dying: set[int]) -> Callable[[list[Any]], Any]:
         """A function that fills nested args from the environment, from which dying values are taken out."""
         slots = {id(v): self.slots[id(v)] for v in values_in(nested)}
         gone = tuple(s for s in set(slots.values()) if s in dying)
@@ -199,13 +228,35 @@ class Executable:
 
         return read
 
-    def _outs(self, node: Node) -> tuple[int, ...]:
+    def outs(self, node: Node) -> tuple[int, ...]:
         return tuple(self.slots[id(v)] for v in node.outs)
 
+    def _begin(self, node: Node, dying: set[int]) -> Step:
+        """Begins a collective; until it is waited for, what waits is where its first result will be."""
+        axes, rest, first = node.args[1], node.args[2:], self.outs(node)[0]
+        start = getattr(self.backend, f"start_{node.op.name}")
+        read = self.reader(list(node.args[0]), dying)
+
+        def run(env: list[Any]) -> None:
+            env[first] = start(read(env), axes, *rest)
+
+        return run
+
+    def _wait(self, group: Group, dying: set[int]) -> Step:
+        outs = self.outs(group.nodes[0])
+        dead = tuple(s for s in outs if s in dying)
+
+        def run(env: list[Any]) -> None:
+            store(env, outs, env[outs[0]]())
+            for slot in dead:
+                env[slot] = None
+
+        return run
+
     def _collective(self, node: Node, dying: set[int]) -> Step:
-        b, op, outs = self.backend, node.op, self._outs(node)
+        b, op, outs = self.backend, node.op, self.outs(node)
         axes, rest = node.args[1], node.args[2:]
-        read = self._reader(list(node.args[0]), dying)
+        read = self.reader(list(node.args[0]), dying)
         dead = tuple(s for s in outs if s in dying)
 
         def run(env: list[Any]) -> None:
@@ -234,113 +285,17 @@ class Executable:
 
         return run
 
-    # -- loops ------------------------------------------------------------------------------------------------------
-    def _scan(self, node: Node, op: LocalScan, dying: set[int]) -> Step:
-        b, body, read, outs = self.backend, self._body(op.body), self._reader(node.args, dying), self._outs(node)
-        n_c, n_x, n_y = op.n_carry, op.n_xs, op.n_ys
 
-        def run(env: list[Any]) -> None:
-            given = list(read(env))
-            carry, consts = given[:n_c], given[n_c + n_x :]
-            slices = [b.call(torch.unbind, (x,), {}) for x in given[n_c : n_c + n_x]]
-            del given
-            ys = [Stack(b, op.length) for _ in range(n_y)]
-            handle: list[list[Any]] = []
-            for i in range(op.length):
-                inputs = [*carry, *(s[i] for s in slices), *consts]
-                carry.clear()
-                got = body.run(inputs)
-                carry = got[:n_c]
-                for y, v in zip(ys, got[n_c : n_c + n_y], strict=True):
-                    y.put(i, v)
-                if op.keeps:
-                    handle.append(got[n_c + n_y :])
-                del got
-            _store(env, outs, [*carry, *(y.result() for y in ys), *([handle] if op.keeps else [])])
+def _after(waits: Sequence[Step], step: Step) -> Step:
+    if not waits:
+        return step
 
-        return run
+    def run(env: list[Any]) -> None:
+        for wait in waits:
+            wait(env)
+        step(env)
 
-    def _scan_backward(self, node: Node, op: LocalScanBackward, dying: set[int]) -> Step:
-        b, read, outs = self.backend, self._reader(node.args, dying), self._outs(node)
-        n_c, n_x, n_sums = op.n_carry, op.n_ct_xs, len(op.body.outputs) - op.n_carry - op.n_ct_xs
-        direct = self.mode != "eager" and b.plain
-        body = self._writing(op.body, n_c, n_x) if direct else self._body(op.body)
-
-        def run(env: list[Any]) -> None:
-            ct_carries, ct_ys, handle, xs, consts = read(env)
-            cts = list(ct_carries)
-            del ct_carries
-            y_slices = [b.call(torch.unbind, (y,), {}) for y in ct_ys]
-            x_slices = [b.call(torch.unbind, (x,), {}) for x in xs]
-            stacks = [Stack(b, op.length) for _ in range(n_x)]
-            if direct:
-                for s, v in zip(stacks, op.body.outputs[n_c : n_c + n_x], strict=True):
-                    s.buffer = torch.empty((op.length, *v.type.shape), dtype=v.type.dtype, device=b.device)
-            sums = [Sum(b) for _ in range(n_sums)]
-            for i in reversed(range(op.length)):
-                inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
-                if direct:
-                    inputs += [s.buffer[i] for s in stacks]
-                cts.clear()
-                got = body.run(inputs)
-                cts = got[:n_c]
-                for s, v in zip(stacks, got[n_c : n_c + n_x], strict=True):
-                    s.put(i, v)
-                for t, v in zip(sums, got[n_c + n_x :], strict=True):
-                    t.add(v)
-                del got
-            _store(env, outs, [*cts, *(s.result() for s in stacks), *(t.result() for t in sums)])
-
-        return run
-
-    def _accumulate(self, node: Node, op: LocalAccumulate, dying: set[int]) -> Step:
-        b, body, read, outs = self.backend, self._body(op.body), self._reader(node.args, dying), self._outs(node)
-
-        def run(env: list[Any]) -> None:
-            args = read(env)
-            split = [
-                b.call(torch.unbind, (a,), {}) if batched else None for a, batched in zip(args, op.batched, strict=True)
-            ]
-            sums = [Sum(b) for _ in outs]
-            for j in range(op.steps):
-                got = body.run([a if s is None else s[j] for a, s in zip(args, split, strict=True)])
-                for t, v in zip(sums, got, strict=True):
-                    t.add(v)
-                del got
-            _store(env, outs, [t.result() for t in sums])
-
-        return run
-
-
-def _grouped(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Runs of compute nodes; each collective and each loop alone. A rank's index, which needs nothing, comes first."""
-    groups: list[list[Node]] = [[n] for n in nodes if n.op is AXIS_INDEX]
-    open_run = False
-    for n in nodes:
-        alone = _alone(n)
-        if n.op is AXIS_INDEX:
-            continue
-        if alone or not open_run or _opaque(n) != _opaque(groups[-1][0]):
-            groups.append([n])
-        else:
-            groups[-1].append(n)
-        open_run = not alone
-    return groups
-
-
-def _opaque(node: Node) -> bool:
-    """Whether its shapes, or what it does, depend on data: it runs as it is written and is not compiled."""
-    return "opaque" in node.tags
-
-
-def _alone(node: Node) -> bool:
-    """Whether a node is a step of its own: a collective, a loop, or what brings its own way to run."""
-    return isinstance(node.op, (Collective, *_LOOPS)) or hasattr(node.op, "build")
-
-
-def _store(env: list[Any], slots: Sequence[int], values: Sequence[Any]) -> None:
-    for slot, value in zip(slots, values, strict=False):
-        env[slot] = value
+    return run
 
 
 def take_part(x: torch.Tensor, index: torch.Tensor, dim: int, parts: int) -> torch.Tensor:

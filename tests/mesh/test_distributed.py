@@ -80,6 +80,9 @@ def library_sums() -> None:
             (native.all_reduce(xs, "sum"), ordered.all_reduce(xs, "sum")),
             (native.all_reduce(xs, "max"), ordered.all_reduce(xs, "max")),
             (native.reduce_scatter(xs), ordered.reduce_scatter(xs)),
+            (native.gather(xs), ordered.gather(xs)),
+            (native.start_gather(xs)(), ordered.gather(xs)),
+            (native.start_reduce_scatter(xs)(), ordered.reduce_scatter(xs)),
             (native.all_reduce(xs[:1], "sum"), ordered.all_reduce(xs[:1], "sum")),
         ):
             for g, w in zip(got, want, strict=True):

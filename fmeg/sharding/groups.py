@@ -1,0 +1,76 @@
+"""The nodes of a local Program as steps: runs of compute nodes, and between them collectives and loops, each alone.
+
+Where a backend can begin a collective and wait for it later, its step begins it, and the first step that needs a result
+waits first. A run of compute nodes is cut there, so that what does not need the results is before the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, PPERMUTE, REDUCE_SCATTER, Collective
+from fmeg.program.ir import Node
+from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
+
+LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
+_BEGUN = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER)
+
+
+@dataclass
+class Group:
+    """nodes   of one step
+    begins     the step begins a collective, whose results are there when a later step has waited for it
+    waits      steps, by number, to wait for before this one
+    """
+
+    nodes: list[Node]
+    begins: bool = False
+    waits: list[int] = field(default_factory=list)
+
+
+def alone(node: Node) -> bool:
+    """Whether a node is a step of its own: a collective, a loop, or what brings its own way to run."""
+    return isinstance(node.op, (Collective, *LOOPS)) or hasattr(node.op, "build")
+
+
+def opaque(node: Node) -> bool:
+    """Whether its shapes, or what it does, depend on data: it runs as it is written and is not compiled."""
+    return "opaque" in node.tags
+
+
+def grouped(nodes: Sequence[Node], begin: bool = False, later: bool = False) -> tuple[list[Group], list[int]]:
+    """The steps, and those that are waited for at the end. A rank's index, which needs nothing, comes first.
+
+    begin   collectives are begun and waited for, if there is a step between
+    later   there may be something between the last step and the end
+    """
+    groups = [Group([n]) for n in nodes if n.op is AXIS_INDEX]
+    open_run = False
+    flying: dict[int, int] = {}  # value -> the step that makes it
+    for n in nodes:
+        if n.op is AXIS_INDEX:
+            continue
+        waits = list(dict.fromkeys(flying[id(v)] for v in n.operands() if id(v) in flying))
+        if alone(n) or not open_run or waits or opaque(n) != opaque(groups[-1].nodes[0]):
+            groups.append(Group([n], waits=waits))
+        else:
+            groups[-1].nodes.append(n)
+        open_run = not alone(n)
+        flying = {v: g for v, g in flying.items() if g not in waits}
+        if begin and n.op in _BEGUN:
+            groups[-1].begins = True
+            flying.update((id(o), len(groups) - 1) for o in n.outs)
+    for i, g in enumerate(groups):
+        g.waits = _worth(groups, g.waits, i)
+    last = list(dict.fromkeys(flying.values()))
+    return groups, last if later else _worth(groups, last, len(groups))
+
+
+def _worth(groups: Sequence[Group], waits: list[int], here: int) -> list[int]:
+    """No waits where nothing could run meanwhile: the collectives then run where they stand."""
+    if len(waits) == here - min(waits, default=here):
+        for g in waits:
+            groups[g].begins = False
+        return []
+    return waits

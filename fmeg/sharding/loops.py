@@ -1,0 +1,203 @@
+"""Loops of local Programs: what each step is given, what is collected, and what goes on meanwhile.
+
+Where collectives can be begun, a scan's body runs in pieces (see `pieces`). `ahead` of the next step is begun before
+this one computes, and `behind` of this step is waited for when the next has been launched:
+
+    ahead(0)
+    for each step i:   wait ahead(i);  begin ahead(i+1);  main(i);  wait behind(i-1);  begin behind(i)
+    wait behind(last)
+
+So at most two layers' parameters are whole at once, and two layers' gradients unreduced. All memory is allocated and
+freed in the order of the launching stream; what a collective reads is held until it has been waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fmeg.program.ir import Node, Program
+from fmeg.sharding.buffers import Stack, Sum
+from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
+from fmeg.sharding.pieces import Pieces, pieces
+
+if TYPE_CHECKING:
+    from fmeg.sharding.execute import Executable
+
+Step = Callable[[list[Any]], None]
+Waiting = Callable[[], list[Any]]
+
+
+class _Body:
+    """A scan's body, whole or in pieces. `early`, `late` as in `pieces`; `direct`: results that may be written into
+    memory given at the end of the inputs."""
+
+    def __init__(self, ex: Executable, body: Program, early: range, late: range, direct: Sequence[int] = ()) -> None:
+        whole = Pieces(None, (), body, None, ())
+        cut = _once(ex, body, lambda: pieces(body, early, late)) if ex.overlap else whole
+        self.takes, self.gives, self.n_out = cut.takes, cut.gives, len(body.outputs)
+        self.memory = [o for o in direct if o not in cut.gives]
+        self.main = ex.body(cut.main, writes=self.memory)
+        self.ahead = ex.body(cut.ahead, later=True) if cut.ahead else None
+        self.behind = ex.body(cut.behind, later=True) if cut.behind else None
+
+    def begin(self, inputs: Callable[[int], Any]) -> Waiting:
+        """`inputs`: those of the body by number, for what runs ahead."""
+        return self.ahead.start([inputs(i) for i in self.takes]) if self.ahead else list
+
+    def run(self, inputs: list[Any], fetched: list[Any], memory: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+        """The body's results, None where those behind it give them; and what these need."""
+        inputs += [*fetched, *(memory[o] for o in self.memory)]
+        fetched.clear()
+        got = self.main.run(inputs)
+        return got[: self.n_out], got[self.n_out :]
+
+
+class _Behind:
+    """Runs what is behind each step's body, and hands on its results when the next step has been launched."""
+
+    def __init__(self, body: _Body, collect: Callable[[int, list[Any]], None]) -> None:
+        self.body, self.collect = body, collect
+        self.open: tuple[int, Waiting] | None = None
+
+    def step(self, i: int, handed: list[Any]) -> None:
+        self.finish()
+        if self.body.behind:
+            self.open = i, self.body.behind.start(handed)
+
+    def finish(self) -> None:
+        if self.open is not None:
+            i, waiting = self.open
+            self.open = None
+            self.collect(i, waiting())
+
+
+def _once(ex: Executable, body: Program, make: Callable[[], Pieces]) -> Pieces:
+    """The pieces of a body, made once for all that share bodies."""
+    key = -id(body)
+    if key not in ex.bodies:
+        ex.bodies[key] = make()
+    return ex.bodies[key]
+
+
+def scan(ex: Executable, node: Node, dying: set[int]) -> Step:
+    op: LocalScan = node.op
+    b, read, outs = ex.backend, ex.reader(node.args, dying), ex.outs(node)
+    n_c, n_x, n_y = op.n_carry, op.n_xs, op.n_ys
+    body = _Body(ex, op.body, range(n_c, len(op.body.inputs)), range(n_c, n_c + n_y))
+
+    def run(env: list[Any]) -> None:
+        given = list(read(env))
+        carry, consts = given[:n_c], given[n_c + n_x :]
+        slices = [b.call(torch.unbind, (x,), {}) for x in given[n_c : n_c + n_x]]
+        del given
+        ys = [Stack(b, op.length) for _ in range(n_y)]
+        handle: list[list[Any]] = []
+
+        def ahead(i: int) -> Waiting:
+            return body.begin(lambda k: slices[k - n_c][i] if k < n_c + n_x else consts[k - n_c - n_x])
+
+        def collect(i: int, got: list[Any]) -> None:
+            for k, v in zip(body.gives, got, strict=True):
+                ys[k - n_c].put(i, v)
+
+        behind, waiting = _Behind(body, collect), ahead(0)
+        for i in range(op.length):
+            fetched = waiting()
+            waiting = ahead(i + 1) if i + 1 < op.length else list
+            inputs = [*carry, *(s[i] for s in slices), *consts]
+            carry.clear()
+            got, handed = body.run(inputs, fetched, {})
+            carry = got[:n_c]
+            for k in range(n_y):
+                if n_c + k not in body.gives:
+                    ys[k].put(i, got[n_c + k])
+            if op.keeps:
+                handle.append(got[n_c + n_y :])
+            del got
+            behind.step(i, handed)
+        behind.finish()
+        store(env, outs, [*carry, *(y.result() for y in ys), *([handle] if op.keeps else [])])
+
+    return run
+
+
+def scan_backward(ex: Executable, node: Node, dying: set[int]) -> Step:
+    op: LocalScanBackward = node.op
+    b, read, outs = ex.backend, ex.reader(node.args, dying), ex.outs(node)
+    n_c, n_x, n_out = op.n_carry, op.n_ct_xs, len(op.body.outputs)
+    first = n_c + op.n_ys + op.n_residuals
+    direct = range(n_c, n_c + n_x) if ex.mode != "eager" and b.plain else range(0)
+    body = _Body(ex, op.body, range(first, len(op.body.inputs)), range(n_c, n_out), direct)
+
+    def run(env: list[Any]) -> None:
+        ct_carries, ct_ys, handle, xs, consts = read(env)
+        cts = list(ct_carries)
+        del ct_carries
+        y_slices = [b.call(torch.unbind, (y,), {}) for y in ct_ys]
+        x_slices = [b.call(torch.unbind, (x,), {}) for x in xs]
+        stacks = [Stack(b, op.length) for _ in range(n_x)]
+        for o in body.memory:
+            t = op.body.outputs[o].type
+            stacks[o - n_c].buffer = torch.empty((op.length, *t.shape), dtype=t.dtype, device=b.device)
+        sums = [Sum(b) for _ in range(n_out - n_c - n_x)]
+
+        def ahead(i: int) -> Waiting:
+            n = first + op.n_xs
+            return body.begin(lambda k: x_slices[k - first][i] if k < n else consts[k - n])
+
+        def put(i: int, k: int, v: Any) -> None:
+            if k < n_c + n_x:
+                stacks[k - n_c].put(i, v)
+            else:
+                sums[k - n_c - n_x].add(v)
+
+        def collect(i: int, got: list[Any]) -> None:
+            for k, v in zip(body.gives, got, strict=True):
+                put(i, k, v)
+
+        behind, waiting = _Behind(body, collect), ahead(op.length - 1)
+        for i in reversed(range(op.length)):
+            fetched = waiting()
+            waiting = ahead(i - 1) if i else list
+            inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
+            cts.clear()
+            got, handed = body.run(inputs, fetched, {o: stacks[o - n_c].buffer[i] for o in body.memory})
+            cts = got[:n_c]
+            for k in range(n_c, n_out):
+                if k not in body.gives:
+                    put(i, k, got[k])
+            del got
+            behind.step(i, handed)
+        behind.finish()
+        store(env, outs, [*cts, *(s.result() for s in stacks), *(t.result() for t in sums)])
+
+    return run
+
+
+def accumulate(ex: Executable, node: Node, dying: set[int]) -> Step:
+    op: LocalAccumulate = node.op
+    b, body, read, outs = ex.backend, ex.body(op.body), ex.reader(node.args, dying), ex.outs(node)
+
+    def run(env: list[Any]) -> None:
+        args = read(env)
+        split = [
+            b.call(torch.unbind, (a,), {}) if batched else None for a, batched in zip(args, op.batched, strict=True)
+        ]
+        sums = [Sum(b) for _ in outs]
+        for j in range(op.steps):
+            got = body.run([a if s is None else s[j] for a, s in zip(args, split, strict=True)])
+            for t, v in zip(sums, got, strict=True):
+                t.add(v)
+            del got
+        store(env, outs, [t.result() for t in sums])
+
+    return run
+
+
+def store(env: list[Any], slots: Sequence[int], values: Sequence[Any]) -> None:
+    """Results into their slots; they may be fewer."""
+    for slot, value in zip(slots, values, strict=False):
+        env[slot] = value
