@@ -20,6 +20,7 @@ from fmeg.pipeline.stacks import Stacks, find_stacks
 from fmeg.pipeline.stages import Plan, Stages, plan
 from fmeg.pipeline.transport import VirtualRanks, ranks_of
 from fmeg.pipeline.weights import halve_stage, used_inputs
+from fmeg.precision.layers import SPLIT_LAYERS
 from fmeg.program.cost import flops
 from fmeg.program.ir import Node, Program
 from fmeg.program.structured import Accumulate, Loop, ScanForward
@@ -100,6 +101,12 @@ class Pipeline(Accumulate):
             raise ScheduleError(
                 f'Layout: layers="{axis}" but no parameter has an axis `layers` in front; a pipeline needs '
                 "stacked layers"
+            )
+        if any(n.op is SPLIT_LAYERS for n in self.body.nodes):
+            raise ScheduleError(
+                "pipeline: layers that keep their precision are another scan over the same stack, and lie on other "
+                "stages; "
+                "take skip_first=0 and skip_last=0, or give such layers a stack of their own, which `match` leaves out"
             )
         return find_stacks(self.body, layered, self.owners)
 

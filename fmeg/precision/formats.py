@@ -108,7 +108,7 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 def _amax(x: Tensor, grid: Grid) -> Tensor:
     y, shared = blocked(x.detach(), grid)
-    m = y.abs().amax(shared).float() if shared else y.abs().float()
+    m = (torch.linalg.vector_norm(y, torch.inf, shared) if shared else y.abs()).float()
     shape = [1 if g == 0 else n // g for n, g in zip(x.shape, grid, strict=True)]
     return m.reshape(shape)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, TensorType
 from fmeg.sharding.value import Placement
 
@@ -30,12 +29,6 @@ class SplitLayers:
         return [rec.bind(rec.fake_like(whole.type), whole)]
 
     def partition(self, part: Any, node: Node) -> None:
-        if any(a not in part.ctx.all_sizes for a in part.ctx.table.get("layers", ())):
-            raise ShardingError(
-                "precision: layers that stay as they are lie on other stages of the pipeline than those that do not; "
-                "take "
-                "skip_first=0 and skip_last=0, or give such layers parameters of their own, which `match` leaves out"
-            )
         p = part.placed(node.args[0])
         home = Placement(((), *p.home.dims[1:]), p.home.pending)
         local = part.get(p, home, "layers are split")

@@ -8,7 +8,7 @@ up to three: the first layers and the last ones with the body as it was, those b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -58,7 +58,9 @@ def mark(program: Program, recipe: Recipe, paths: Sequence[str]) -> tuple[Progra
     For "delayed" it has one more input a site, of the largest values known (see `fmeg.precision.delayed`), f32[3] or,
     in a scan, f32[layers, 3]; the sites' names are the second result. TraceError where nothing is chosen.
     """
-    marker = _Marker(recipe)
+    whole = _Marker(replace(recipe, skip_first=0, skip_last=0))
+    whole.copy(program, dict(enumerate(paths)), marking=True, layers=False)
+    marker = _Marker(recipe, ends=(whole.scans[0], whole.scans[-1]) if whole.scans else (0, 0))
     out, sites = marker.copy(program, dict(enumerate(paths)), marking=True, layers=False)
     if not marker.chosen:
         raise TraceError(
@@ -76,7 +78,11 @@ Sites = dict[str, Value]
 
 @dataclass
 class _Marker:
+    """`ends`: ids of the first and the last scan over layers; `scans`: those of all that have a tagged product."""
+
     recipe: Recipe
+    ends: tuple[int, int] = (0, 0)
+    scans: list[int] = field(default_factory=list)
     chosen: int = 0
     seen: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
@@ -137,28 +143,32 @@ class _Marker:
         scan: Scan = node.op
         paths = {i: origin[id(v)] for i, v in enumerate(node.args) if id(v) in origin and i >= scan.n_carry}
         over_layers = any(i < scan.n_carry + scan.n_xs for i in paths)
-        skip = (self.recipe.skip_first, self.recipe.skip_last) if over_layers and not layers else (0, 0)
+        outermost = over_layers and not layers
+        first, last = (outermost and id(scan) == end for end in self.ends)
+        skip = (self.recipe.skip_first * first, self.recipe.skip_last * last)
         middle = scan.length - sum(skip)
         before = self.chosen
         low, inner = self.copy(scan.body, paths, marking=marking and middle > 0, layers=layers or over_layers)
-        first = scan.n_carry + scan.n_xs
-        low = Program((*low.inputs[:first], *inner.values(), *low.inputs[first:]), low.nodes, low.outputs, (), low.name)
+        if outermost and self.chosen > before:
+            self.scans.append(id(scan))
+        start = scan.n_carry + scan.n_xs
+        low = Program((*low.inputs[:start], *inner.values(), *low.inputs[start:]), low.nodes, low.outputs, (), low.name)
         length = middle if self.chosen > before else scan.length
         known = [Value(TensorType((length, *v.shape), v.dtype), name=v.name) for v in inner.values()]
         sites.update(zip(inner, known, strict=True))
         if self.chosen == before or skip == (0, 0):
-            args = (*node.args[:first], *known, *node.args[first:])
+            args = (*node.args[:start], *known, *node.args[start:])
             return self._emit(
                 node, Scan(low, scan.length, scan.n_carry, scan.n_xs + len(known), scan.name), args, nodes
             )
         plain, _ = self.copy(scan.body, paths, marking=False, layers=True)
         parts = [(n, b, k) for n, b, k in ((skip[0], plain, []), (middle, low, known), (skip[1], plain, [])) if n]
         sizes = tuple(n for n, _, _ in parts)
-        carry, xs = list(node.args[: scan.n_carry]), node.args[scan.n_carry : first]
+        carry, xs = list(node.args[: scan.n_carry]), node.args[scan.n_carry : start]
         split = [self._split(node, x, sizes, nodes) for x in xs]
         ys = []
         for k, (length, body, more) in enumerate(parts):
-            args = (*carry, *(s[k] for s in split), *more, *node.args[first:])
+            args = (*carry, *(s[k] for s in split), *more, *node.args[start:])
             op = Scan(body, length, scan.n_carry, scan.n_xs + len(more), scan.name)
             got = self._emit(node, op, args, nodes)
             carry, y = got[: scan.n_carry], got[scan.n_carry :]

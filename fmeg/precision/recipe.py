@@ -23,7 +23,7 @@ class Recipe:
     block        elements that share a scale, for "blockwise"
     square       parameters are scaled by squares of block × block, the same for both of their products
     match        patterns (as of a shell) of the parameters whose products are rewritten; `*` matches dots too
-    skip_first   layers of a scan, at its beginning and at its end, that stay as they are
+    skip_first   layers that stay as they are, at the beginning of the first scan over layers and at the end of the last
     skip_last
     weight_gradient  whether parameters' gradients are computed in low precision too
     history      steps over which "delayed" takes the largest value
@@ -128,7 +128,7 @@ def fp8(
             "blockwise"   1 × 128 blocks of activations and gradients, 128 × 128 of parameters (DeepSeek-V3,
                           arXiv:2412.19437, §3.3)
     match   patterns of parameters' paths; a product with one of them is rewritten, forward and backward
-    skip_first, skip_last  layers of each scan that stay as they are
+    skip_first, skip_last  layers that stay as they are, at the beginning of the first scan and at the end of the last
     gradient        element of the gradients: "e5m2" (of one scale a tensor) or "e4m3" (of finer scales) by default
     power_of_two    scales are powers of two
     weight_gradient  False: parameters' gradients are computed as they were

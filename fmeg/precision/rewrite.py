@@ -193,5 +193,5 @@ def _moved(v: Value, grid: Grid) -> Node | None:
     if made is None or not isinstance(made.op, Primitive) or made.op.rule is None:
         return None
     rule = made.op.rule(made)
-    whole = not rule.linear and not rule.contracted() - rule.resolved - rule.whole
-    return node if whole else None
+    ins, outs = ({f for dims in side for d in dims for f in d} for side in (rule.ins, rule.outs))
+    return None if rule.linear or ins - outs - rule.resolved - rule.whole else node

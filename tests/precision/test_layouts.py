@@ -10,7 +10,7 @@ import torch
 import fmeg
 from fmeg import Layout, Mesh, TrainState, optim, precision
 from fmeg.models import llama
-from fmeg.program.errors import ShardingError
+from fmeg.pipeline.errors import ScheduleError
 from fmeg.testing import assert_equivalent
 
 TP = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp")
@@ -143,7 +143,7 @@ def test_layers_left_out_do_not_fit_a_pipeline():
     loss = lambda p, b: llama.loss(p, b, cfg)
     step = fmeg.value_and_grad(loss, microbatches=2, schedule="1f1b", precision=precision.fp8())
     f = fmeg.jit(lambda params, batch: step(params, batch), mesh=Mesh(pp=2), layout=Layout(layers="pp"), axes=axes)
-    with pytest.raises(ShardingError, match="skip_first=0 and skip_last=0"):
+    with pytest.raises(ScheduleError, match="skip_first=0 and skip_last=0"):
         f(params, batch)
     on_one = fmeg.value_and_grad(loss, microbatches=2, precision=precision.fp8())(params, batch)
     assert torch.equal(step(params, batch)[0][0], on_one[0][0])

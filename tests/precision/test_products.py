@@ -133,6 +133,22 @@ def test_first_and_last_layers_stay_as_they_were(skip):
     torch.testing.assert_close(grads["layers"], torch.stack(want), rtol=1e-11, atol=1e-13)
 
 
+def test_of_two_scans_the_first_and_the_last_layer_are_left_out():
+    def loss(params, batch):
+        body = lambda x, w: (torch.tanh(einsum("b d, d e -> b e", x, w)), None)
+        x, _ = fmeg.scan(body, batch, params["layers1"])
+        x, _ = fmeg.scan(body, x, params["layers2"])
+        return x.square().sum(), 1
+
+    g = torch.Generator().manual_seed(3)
+    w, x = 0.4 * torch.randn(5, 8, 8, generator=g).double(), torch.randn(16, 8, generator=g).double()
+    two = fmeg.value_and_grad(loss, precision=precision.fp8())({"layers1": w[:2], "layers2": w[2:]}, x)
+    one = fmeg.value_and_grad(_stack, precision=precision.fp8())({"layers": w}, x)
+    assert float(two[0][0]) == pytest.approx(float(one[0][0]) * x.numel(), rel=1e-12)
+    grads = torch.cat([two[1]["layers1"], two[1]["layers2"]])
+    torch.testing.assert_close(grads, one[1]["layers"] * x.numel(), rtol=1e-11, atol=1e-12)
+
+
 def test_a_stacked_result_of_a_split_scan():
     def loss(params, batch):
         body = lambda x, w: ((y := torch.tanh(einsum("b d, d e -> b e", x, w))), y.square().sum())
