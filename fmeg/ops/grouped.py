@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fmeg.kernels import grouped as kernels
 from fmeg.ops._common import check_float, check_shape, elements, transformed, wide
 from fmeg.ops._eager import Eager
 from fmeg.ops.routing import Routed, Routing, chunk_of
@@ -41,49 +42,24 @@ def _dense(x: Tensor, w: Tensor, ends: Tensor, transposed: bool = False) -> Tens
     return out
 
 
-def _loop(x: Tensor, w: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-    w = w.transpose(1, 2) if transposed else w
-    out, start = x.new_zeros(x.shape[0], w.shape[2]), 0
-    for e, end in enumerate(ends.tolist()):
-        if end > start:
-            torch.mm(x[start:end], w[e], out=out[start:end])
-        start = end
-    return out
-
-
 def _product(x: Tensor, w: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     if transformed():
         return _dense(x, w, ends, transposed)
-    if x.is_cuda and x.dtype != torch.float64:
-        from fmeg.kernels import grouped
-
-        return grouped.grouped_matmul(x, w, ends, transposed)
-    return _loop(x, w, ends, transposed)
+    return kernels.grouped_matmul(x, w, ends, transposed)
 
 
 # -- x[rows of e]ᵀ @ y[rows of e] -------------------------------------------------------------------------------------
-def _dense_dw(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+def _dense_dw(x: Tensor, y: Tensor, ends: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`dtype`: of the result, if wider than the operands'."""
     mask = _masks(ends, x.shape[0])
-    return torch.stack([torch.where(mask[:, e : e + 1], x, 0.0).t() @ y for e in range(ends.shape[0])])
+    out = torch.stack([torch.where(mask[:, e : e + 1], x, 0.0).t() @ y for e in range(ends.shape[0])])
+    return out if dtype is None else out.to(dtype)
 
 
-def _loop_dw(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    out, start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1]), 0
-    for e, end in enumerate(ends.tolist()):
-        if end > start:
-            torch.mm(x[start:end].t(), y[start:end], out=out[e])
-        start = end
-    return out
-
-
-def _product_dw(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+def _product_dw(x: Tensor, y: Tensor, ends: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if transformed():
-        return _dense_dw(x, y, ends)
-    if x.is_cuda and x.dtype != torch.float64:
-        from fmeg.kernels import grouped
-
-        return grouped.grouped_matmul_dw(x, y, ends)
-    return _loop_dw(x, y, ends)
+        return _dense_dw(x, y, ends, dtype)
+    return kernels.grouped_matmul_dw(x, y, ends, x.dtype if dtype is None else dtype)
 
 
 def _product_fake(x: Tensor, w: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
@@ -126,7 +102,7 @@ grouped_matmul_dw_p: Primitive = Routed(
     Eager(_dense_dw, _dw_vjp, kernel=_product_dw),
     vjp=_dw_vjp,
     flops=_dw_flops,
-    fake=lambda x, y, ends: x.new_empty(ends.shape[0], x.shape[1], y.shape[1]),
+    fake=lambda x, y, ends, dtype=None: x.new_empty(ends.shape[0], x.shape[1], y.shape[1], dtype=dtype),
 )
 
 

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fmeg.kernels import experts
+from fmeg.kernels.grouped import fits
 from fmeg.ops._common import differentiated, wide
 from fmeg.program.primitive import Primitive
 
@@ -16,6 +18,8 @@ def pack(x: Float[Tensor, "t d"], order: Int[Tensor, "s"], total: Tensor | None,
     >>> pack(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0]), None, k=1, rows=3).flatten().tolist()
     [2.0, 1.0, 0.0]
     """
+    if _fused(x) and x.shape[1] >= NARROW:
+        return experts.pack(x, order, total, k, rows)
     out = x.index_select(0, order // k if k > 1 else order)
     return _tail(out, total, rows)
 
@@ -28,9 +32,12 @@ def _tail(packed: Tensor, total: Tensor | None, rows: int) -> Tensor:
     return torch.cat([packed, packed.new_zeros(missing, packed.shape[1])]) if missing else packed
 
 
+NARROW = 16  # rows of fewer numbers are not worth a kernel's program each: their gather is fused with its neighbours
+
+
 def _fused(*tensors: Tensor) -> bool:
     """Whether a kernel does it: on CUDA, up to float32, where no derivative is asked for."""
-    return all(x.is_cuda and x.dtype != torch.float64 for x in tensors) and not differentiated(*tensors)
+    return fits(*tensors) and not differentiated(*tensors)
 
 
 def _slots(rows: Tensor, inverse: Tensor, total: Tensor | None) -> Tensor:
@@ -45,10 +52,8 @@ def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor 
     >>> unpack(torch.tensor([[2.0], [1.0]]), torch.tensor([1, 0]), None, k=2).tolist()
     [[3.0]]
     """
-    if _fused(rows):
-        from fmeg.kernels import _triton_pack
-
-        return _triton_pack.weigh(rows, inverse, total, None, k)
+    if _fused(rows) and rows.shape[1] >= NARROW:
+        return experts.weigh(rows, inverse, total, None, k)
     slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
     out = slots[:, 0]
     for j in range(1, k):
@@ -60,9 +65,7 @@ def weigh(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor |
     """out[t] = Σ_j weights[t, j] rows[inverse[t·k + j]], in float32, slots in their order."""
     k = weights.shape[1]
     if _fused(rows, weights):
-        from fmeg.kernels import _triton_pack
-
-        return _triton_pack.weigh(rows, inverse, total, weights, k)
+        return experts.weigh(rows, inverse, total, weights, k)
     slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
     w = weights.to(slots.dtype)
     out = slots[:, 0] * w[:, :1]
@@ -83,9 +86,7 @@ def weigh_bwd(
     """Cotangents of `weigh`'s rows (packed, and `out_rows` of them) and weights."""
     k = weights.shape[1]
     if _fused(ct, rows, weights):
-        from fmeg.kernels import _triton_pack
-
-        return _triton_pack.weigh_bwd(ct, rows, order, total, weights, out_rows)
+        return experts.weigh_bwd(ct, rows, order, total, weights, out_rows)
     wide_ct = wide(ct)
     slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
     dweights = (slots * wide_ct[:, None]).sum(-1).to(weights.dtype)

@@ -15,11 +15,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fmeg import random
-from fmeg.ops._common import check_float, check_shape, wide
+from fmeg.kernels import experts as kernels
+from fmeg.kernels.grouped import fits
+from fmeg.ops._common import check_float, check_shape, elements, row_names, transformed, wide
 from fmeg.ops.balance import balance_losses, sinkhorn
 from fmeg.ops.capacity import capacity, slots_by_position, slots_by_weight
 from fmeg.ops.einsum import einsum
 from fmeg.ops.shard import shard
+from fmeg.program.ir import Node
+from fmeg.program.primitive import Primitive
+from fmeg.program.rule import Rule, rule
 
 Score = Literal["softmax", "softmax_of_top_k", "sigmoid", "sqrt_softplus"]
 GroupScore = Literal["max", "top2sum"]
@@ -220,7 +225,22 @@ def top_k(x: Float[Tensor, "*rows n"], k: int) -> Int[Tensor, "*rows k"]:
     >>> top_k(torch.tensor([1.0, 3.0, 3.0, 2.0]), 2)
     tensor([1, 2])
     """
+    return top_k_p(x.detach(), k=k)
+
+
+def _top_k(x: Tensor, k: int) -> Tensor:
+    if fits(x) and not transformed():
+        return kernels.top_k(x, k)
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _top_k_rule(node: Node) -> Rule:
+    (x,) = (v.shape for v in node.operands())
+    rows = row_names(len(x) - 1)
+    return rule(f"{rows} n -> {rows} k", [x], [node.outs[0].shape], whole=frozenset("nk"))
+
+
+top_k_p = Primitive("top_k", _top_k, rule=_top_k_rule, flops=elements)
 
 
 def _scores(logits: Tensor, score: Score) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from fmeg.kernels import experts as kernels
 from fmeg.ops._common import transformed
 from fmeg.program import recorder
 from fmeg.program.primitive import Primitive
@@ -62,6 +63,8 @@ def sort_slots(ids: Int[Tensor, "s"], experts: int) -> tuple[Tensor, Tensor, Ten
     >>> order.tolist(), inverse.tolist(), counts.tolist()
     ([1, 3, 0, 2], [2, 0, 3, 1], [2, 1])
     """
+    if ids.is_cuda and not transformed():
+        return kernels.sort_slots(ids, experts)
     order = torch.argsort(ids, stable=True)
     inverse = torch.zeros_like(order).scatter(0, order, torch.arange(ids.shape[0], device=ids.device))
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).scatter_add(0, ids, torch.ones_like(ids))

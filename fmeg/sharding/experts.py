@@ -168,11 +168,20 @@ class Opaque:
 
 def partition(part: Partitioner, node: Node) -> None:
     """Partition a node whose op is a `Routed` primitive."""
-    part.tags = {**part.tags, "opaque": True}
+    if _spread(part, node):
+        part.tags = {**part.tags, "opaque": True}
     if not part.ctx.sizes:
         part._whole(node)
     else:
         _HANDLERS[node.op.name](part, node)
+
+
+def _spread(part: Partitioner, node: Node) -> bool:
+    """Whether a mesh axis shards the experts; else every shape is known before the program runs."""
+    if node.op.name == "route":
+        return bool(resolve(node.kwargs["axes"][:1], part.ctx.table, part.ctx.sizes)[0])
+    routings: list[Any] = [part.env[id(v)] for v in node.operands()]
+    return any(p.wire.experts for p in routings if isinstance(p, Opaque))
 
 
 def _wire(part: Partitioner, v: Value) -> Wire:
