@@ -27,6 +27,7 @@ class Recipe:
     skip_last
     weight_gradient  whether parameters' gradients are computed in low precision too
     history      steps over which "delayed" takes the largest value
+    exclude      patterns of parameters that are left alone all the same: routers, whose scores decide
     """
 
     name: str
@@ -39,6 +40,7 @@ class Recipe:
     skip_last: int = 1
     weight_gradient: bool = True
     history: int = 16
+    exclude: tuple[str, ...] = ("*router*",)
 
     @property
     def delayed(self) -> bool:
@@ -47,7 +49,8 @@ class Recipe:
 
     def matches(self, path: str) -> bool:
         """Whether products with the parameter at `path` run in low precision."""
-        return any(fnmatchcase(path, pattern) for pattern in self.match)
+        found, left_out = (any(fnmatchcase(path, p) for p in patterns) for patterns in (self.match, self.exclude))
+        return found and not left_out
 
     def grid(self, names: tuple[str, ...], sizes: Mapping[str, int], mm: Matmul, parameter: bool) -> Grid:
         """Which elements of an operand with these dimensions share a scale in a product; experts do in "delayed" only.
@@ -111,6 +114,7 @@ def fp8(
     recipe: str = "tensorwise",
     *,
     match: str | Sequence[str] = "*layers*",
+    exclude: str | Sequence[str] = "*router*",
     skip_first: int = 1,
     skip_last: int = 1,
     gradient: str | None = None,
@@ -128,6 +132,7 @@ def fp8(
             "blockwise"   1 × 128 blocks of activations and gradients, 128 × 128 of parameters (DeepSeek-V3,
                           arXiv:2412.19437, §3.3)
     match   patterns of parameters' paths; a product with one of them is rewritten, forward and backward
+    exclude patterns of those that are left alone all the same
     skip_first, skip_last  layers that stay as they are, at the beginning of the first scan and at the end of the last
     gradient        element of the gradients: "e5m2" (of one scale a tensor) or "e4m3" (of finer scales) by default
     power_of_two    scales are powers of two
@@ -154,12 +159,14 @@ def fp8(
         skip_last=skip_last,
         weight_gradient=weight_gradient,
         history=history,
+        exclude=_patterns(exclude),
     )
 
 
 def mxfp8(
     *,
     match: str | Sequence[str] = "*layers*",
+    exclude: str | Sequence[str] = "*router*",
     skip_first: int = 1,
     skip_last: int = 1,
     weight_gradient: bool = True,
@@ -174,12 +181,13 @@ def mxfp8(
     Format(element='e4m3', scale='power')
     """
     f = Format("e4m3", "power")
-    return Recipe("blockwise", f, f, block, False, _patterns(match), skip_first, skip_last, weight_gradient)
+    return _blockwise(f, block, False, match, exclude, skip_first, skip_last, weight_gradient)
 
 
 def nvfp4(
     *,
     match: str | Sequence[str] = "*layers*",
+    exclude: str | Sequence[str] = "*router*",
     skip_first: int = 1,
     skip_last: int = 1,
     weight_gradient: bool = True,
@@ -194,4 +202,20 @@ def nvfp4(
     6.0
     """
     f = Format("e2m1", "nested")
-    return Recipe("blockwise", f, f, block, True, _patterns(match), skip_first, skip_last, weight_gradient)
+    return _blockwise(f, block, True, match, exclude, skip_first, skip_last, weight_gradient)
+
+
+def _blockwise(
+    f: Format,
+    block: int,
+    square: bool,
+    match: str | Sequence[str],
+    exclude: str | Sequence[str],
+    skip_first: int,
+    skip_last: int,
+    weight_gradient: bool,
+) -> Recipe:
+    return Recipe(
+        "blockwise", f, f, block, square, _patterns(match), skip_first, skip_last, weight_gradient,
+        exclude=_patterns(exclude),
+    )  # fmt: skip

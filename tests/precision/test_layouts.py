@@ -9,7 +9,7 @@ import torch
 
 import fmeg
 from fmeg import Layout, Mesh, TrainState, optim, precision
-from fmeg.models import llama
+from fmeg.models import llama, moe, presets
 from fmeg.pipeline.errors import ScheduleError
 from fmeg.testing import assert_equivalent
 
@@ -147,3 +147,17 @@ def test_layers_left_out_do_not_fit_a_pipeline():
         f(params, batch)
     on_one = fmeg.value_and_grad(loss, microbatches=2, precision=precision.fp8())(params, batch)
     assert torch.equal(step(params, batch)[0][0], on_one[0][0])
+
+
+def test_a_mixture_of_experts_keeps_its_router():
+    cfg = replace(presets.get("tiny-moe"), dtype=torch.float64)
+    params, batch = moe.init(fmeg.random.key(0), cfg), _problem(_config())[1]
+    loss = lambda p, b: moe.loss(p, b, cfg)
+    all_low = dict(skip_first=0, skip_last=0)
+    sites = fmeg.amax_history(loss, precision.fp8("delayed", **all_low), params, batch)
+    assert sorted(sites) == ["layers.wk", "layers.wo", "layers.wq", "layers.wv"]
+    step = fmeg.value_and_grad(loss, microbatches=2, precision=precision.fp8(**all_low))
+    axes = {"params": moe.logical_axes(cfg), "batch": dict.fromkeys(batch, "batch seq")}
+    layout = Layout(batch="dp", experts="dp", heads="tp", kv_heads="tp", vocab="tp")
+    step_of = lambda params, batch: step(params, batch)
+    assert_equivalent(step_of, params, batch, mesh=Mesh(dp=2, tp=2), layout=layout, axes=axes, tol=1e-11)
