@@ -21,14 +21,14 @@ def hoist_casts(program: Program) -> Program:
     """Stacks that all scans of the Program read only through a cast to one dtype are cast before the first of them."""
     wanted: dict[int, set[torch.dtype | None]] = {}
     for n in program.nodes:
-        for v, inner in _slices(n):
+        for v, inner in slices_of(n):
             if readers := uses(n.op.body).get(id(inner)):
                 wanted.setdefault(id(v), set()).add(_only_cast(readers))
     found = {i: next(iter(d)) for i, d in wanted.items() if len(d) == 1 and None not in d}
     made: dict[int, Value] = {}
     nodes: list[Node] = []
     for n in program.nodes:
-        here = [(v, inner) for v, inner in _slices(n) if id(v) in found]
+        here = [(v, inner) for v, inner in slices_of(n) if id(v) in found]
         for v, _ in here:
             if id(v) not in made:
                 cast = Node(_to_copy, (v,), {"dtype": found[id(v)]}, source=n.source, phase=n.phase)
@@ -39,7 +39,7 @@ def hoist_casts(program: Program) -> Program:
     return with_nodes(program, nodes)
 
 
-def _slices(node: Node) -> list[tuple[Value, Value]]:
+def slices_of(node: Node) -> list[tuple[Value, Value]]:
     """The stacks that a scan reads slice by slice, with the body's input for each."""
     op = node.op
     if isinstance(op, LocalScan):
@@ -67,7 +67,7 @@ def _with_cast(node: Node, cast: dict[int, Value]) -> Node:
     """The scan with cast stacks, and without the casts in its body."""
     new: dict[int, Value] = {}
     inputs = list(node.op.body.inputs)
-    for v, inner in _slices(node):
+    for v, inner in slices_of(node):
         if id(v) in cast:
             fresh = Value(TensorType(inner.shape, cast[id(v)].dtype), name=inner.name)
             inputs[next(i for i, x in enumerate(inputs) if x is inner)] = fresh

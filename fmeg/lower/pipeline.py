@@ -5,6 +5,7 @@ from __future__ import annotations
 from fmeg.lower.added import add_products
 from fmeg.lower.chunked_loss import chunked
 from fmeg.lower.common import share
+from fmeg.lower.experts import fuse_experts, join_casts
 from fmeg.lower.hoist import hoist_casts
 from fmeg.lower.late import delay
 from fmeg.lower.norms import add_residual
@@ -17,6 +18,16 @@ LOGITS = 2**30
 
 def lower(program: Program) -> Program:
     """What runs where compiled code is asked for: the same results, fewer passes over memory, no full logits."""
-    for step in (hoist_casts, delay, share, widen, add_residual, add_products, chunked(LOGITS)):
+    for step in (
+        hoist_casts,
+        delay,
+        share,
+        widen,
+        fuse_experts,
+        join_casts,
+        add_residual,
+        add_products,
+        chunked(LOGITS),
+    ):
         program = everywhere(step, program)
     return program

@@ -7,6 +7,7 @@ import torch
 
 from fmeg.lower.rewrite import uses, with_nodes
 from fmeg.ops.einsum import einsum_p
+from fmeg.ops.grouped import grouped_matmul_dw_p
 from fmeg.precision.scaled import scaled_einsum_p
 from fmeg.program.ir import Node, Program
 
@@ -36,7 +37,7 @@ def widen(program: Program) -> Program:
 
 def _wide(product: Node) -> tuple[tuple, dict] | None:
     """Arguments for a result in float32; None for what is no product of two."""
-    if product.op is einsum_p and not product.kwargs and len(product.args) == 3:
+    if product.op in (einsum_p, grouped_matmul_dw_p) and not product.kwargs and len(product.args) == 3:
         return product.args, {"dtype": torch.float32}
     if product.op is scaled_einsum_p:
         return (*product.args[:6], torch.float32, *product.args[7:]), {}

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from fmeg.kernels.grouped import grouped_dw_into
 from fmeg.ops.contract import product_into
 from fmeg.ops.einsum import einsum_matrices, einsum_p
+from fmeg.ops.grouped import grouped_matmul_dw_p
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Value, values_in
 from fmeg.sharding.lowering import lowering, returns_sequence
@@ -95,11 +97,11 @@ class _Source:
         if last:
             self.lines.append(f"    del {', '.join(f'v{s}' for s in last)}")
 
-    def product(self, node: Node, fn: Callable[..., None], into: Slots) -> None:
-        """The line that writes a product into given memory."""
+    def product(self, node: Node, fn: Callable[..., None], into: Slots, add: bool) -> None:
+        """The line that writes a product into given memory, or adds it."""
         operands = ", ".join(self.local(v) for v in node.operands())
         target = into[self.slots[id(node.outs[0])]]
-        self.lines.append(f"    {self.constant(fn, 'f')}(v{target}, {operands}, False)  # {node.source}")
+        self.lines.append(f"    {self.constant(fn, 'f')}(v{target}, {operands}, {add})  # {node.source}")
 
     def compile(self, function: str) -> Run:
         exec(compile(self.get_source(self.name), self.name, "exec"), self.scope)
@@ -146,11 +148,12 @@ def as_function(
     name: str,
     reuse: bool = True,
     into: Mapping[int, int] = NOTHING,
+    add: bool = False,
 ) -> Chunk:
     """The nodes as a function from the values that they use to those of its values that are `needed` afterwards.
 
     `reuse`: operations may write into the memory of values that are not needed any more. `into`: results, by slot, that
-    are copied at the end into the memory of a value that is given up.
+    are copied at the end into the memory of a value that is given up, or with `add` added to what is there.
     """
     made = [slots[id(v)] for n in nodes for v in n.outs]
     inside = set(made)
@@ -169,21 +172,24 @@ def as_function(
         direct = _product_into(node, slots, into, used)
         if direct is not None:
             done.add(slots[id(node.outs[0])])
-            src.product(node, direct, into)
+            src.product(node, direct, into, add)
             continue
         src.node(node, [s for s in last if s in inside and s not in needed], id(node) in written)
-    src.lines += [f"    v{into[s]}.copy_(v{s})" for s in outs if s in into and s not in done]
+    write = "add_" if add else "copy_"
+    src.lines += [f"    v{into[s]}.{write}(v{s})" for s in outs if s in into and s not in done]
     src.lines.append(f"    return ({''.join(f'v{into.get(s, s)}, ' for s in outs)})")
     return Chunk(src.compile("run"), ins, outs)
 
 
 def _product_into(node: Node, slots: Slots, into: Slots, used: Mapping[int, Any]) -> Callable[..., None] | None:
     """What writes a product straight into the memory that its result is meant for, where nothing else reads it."""
-    if node.op is not einsum_p or node.kwargs.get("dtype") is not torch.float32:
+    if node.op not in (einsum_p, grouped_matmul_dw_p) or node.kwargs.get("dtype") is not torch.float32:
         return None
     out = slots[id(node.outs[0])]
     if out not in into or out in used:
         return None
+    if node.op is grouped_matmul_dw_p:
+        return grouped_dw_into
     shape = einsum_matrices(node.args[0], *(v.shape for v in node.operands()))
     return partial(product_into, shape) if shape is not None else None
 
