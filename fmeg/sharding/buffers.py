@@ -41,6 +41,25 @@ class Stack:
         return self.buffer
 
 
+class Total(Stack):
+    """A stack to which slices are added, where they were not added already.
+
+    >>> from fmeg.mesh import Mesh
+    >>> t = Total(Mesh().backend(), torch.ones(2, 2))
+    >>> t.put(1, torch.ones(2))
+    >>> t.result().tolist()
+    [[1.0, 1.0], [2.0, 2.0]]
+    """
+
+    def __init__(self, backend: Any, buffer: Tensor) -> None:
+        super().__init__(backend, buffer.shape[0])
+        self.buffer = buffer
+
+    def put(self, i: int, value: Any) -> None:
+        if value.data_ptr() != self.buffer[i].data_ptr():
+            self.buffer[i].add_(value)
+
+
 class Sum:
     """A running sum, first to last; in place once there is a tensor that only the sum refers to.
 

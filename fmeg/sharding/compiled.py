@@ -53,11 +53,17 @@ def _compile(fn: Run, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
 
 
 def in_place(
-    nodes: Sequence[Node], slots: Slots, dying: set[int], device: torch.device, name: str, into: Mapping[int, int]
+    nodes: Sequence[Node],
+    slots: Slots,
+    dying: set[int],
+    device: torch.device,
+    name: str,
+    into: Mapping[int, int],
+    add: bool,
 ) -> Run:
-    """As `segment.in_place`, compiled: a function on the environment itself. `into` as in `as_function`."""
+    """As `segment.in_place`, compiled: a function on the environment itself. `into` and `add` as in `as_function`."""
     needed = {slots[id(v)] for n in nodes for v in n.outs} - dying
-    chunk = as_function(nodes, slots, needed, device, name, reuse=False, into=into)
+    chunk = as_function(nodes, slots, needed, device, name, reuse=False, into=into, add=add)
     run = Inductor(chunk.fn, name)
     gone = tuple(s for s in chunk.ins if s in dying)
 

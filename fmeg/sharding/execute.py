@@ -57,17 +57,19 @@ class Executable:
         self,
         program: Program,
         backend: Any,
-        bodies: dict[int, Executable] | None = None,
+        bodies: dict[Any, Any] | None = None,
         mode: Mode = "eager",
         into: Mapping[int, int] = NOTHING,
         later: bool = False,
+        adds: bool = False,
     ) -> None:
         """`bodies`: compiled bodies by their Program's id, for several Programs that share them. `mode`: whether runs
         of compute nodes are Python, or compiled by Inductor. `into`: results, by number, that compiled code may write
-        into the memory of an input, by number, whose last reader is in the same run. `later`: it is for `start`."""
-        self.backend, self.name, self.mode = backend, program.name, mode
+        into the memory of an input, by number, whose last reader is in the same run; it `adds` them to what is there,
+        if so. `later`: it is for `start`."""
+        self.backend, self.name, self.mode, self.adds = backend, program.name, mode, adds
         self.overlap = getattr(backend, "overlap", False)
-        self.bodies: dict[int, Any] = {} if bodies is None else bodies
+        self.bodies: dict[Any, Any] = {} if bodies is None else bodies
         self.slots: dict[int, int] = {}
         for v in program.inputs:
             self._slot(v)
@@ -163,19 +165,20 @@ class Executable:
             if self.mode == "eager" or opaque(nodes[0]):
                 return segment.in_place(*where)
             made = {self.slots[id(v)] for n in nodes for v in n.outs}
-            return compiled.in_place(*where, {o: i for o, i in self.into.items() if o in made})
+            return compiled.in_place(*where, {o: i for o, i in self.into.items() if o in made}, self.adds)
         return self._segment(nodes, dying)
 
-    def body(self, program: Program, writes: Sequence[int] = (), later: bool = False) -> Executable:
+    def body(self, program: Program, writes: Sequence[int] = (), later: bool = False, adds: bool = False) -> Executable:
         """A body of a loop, made once. `writes`: its results that may be written into memory given after its inputs,
-        one more input for each."""
-        if id(program) not in self.bodies:
+        one more input for each, or with `adds` added to what is there."""
+        key = (id(program), adds)
+        if key not in self.bodies:
             memory = tuple(Value(program.outputs[o].type) for o in writes)
             wider = replace(program, inputs=(*program.inputs, *memory)) if writes else program
             into = {o: len(program.inputs) + k for k, o in enumerate(writes)}
-            made = Executable(wider, self.backend, self.bodies, self.mode, into, later)
-            self.bodies[id(program)] = made
-        return self.bodies[id(program)]
+            made = Executable(wider, self.backend, self.bodies, self.mode, into, later, adds)
+            self.bodies[key] = program, made  # the Program too: its id is its own while it lives
+        return self.bodies[key][1]
 
     def _built(self, node: Node, op: Any, dying: set[int]) -> Step:
         """An operation that brings its own way to run."""

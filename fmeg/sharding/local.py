@@ -30,8 +30,9 @@ class LocalScan:
 class LocalScanBackward:
     """body: cotangents of carries, of ys slices, residuals, xs slices, consts -> cotangents of carries, xs slices,
     consts.
-    Node args: (ct_carries, ct_ys, handle, xs, consts). Steps run last to first; each step's residuals are dropped on
-    use."""
+    Node args: (ct_carries, ct_ys, handle, xs, consts), and where it `adds`, for each stacked result None or a stack of
+    its type that is given up: this step's slices are added to it, and it is the result. Steps run last to first; each
+    step's residuals are dropped on use."""
 
     body: Program
     length: int
@@ -40,6 +41,7 @@ class LocalScanBackward:
     n_residuals: int
     n_xs: int
     n_ct_xs: int
+    adds: bool = False
     name: str = "scan_backward"
 
     def loop(self) -> Loop:

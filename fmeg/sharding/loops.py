@@ -14,12 +14,13 @@ freed in the order of the launching stream; what a collective reads is held unti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fmeg.program.ir import Node, Program
-from fmeg.sharding.buffers import Stack, Sum
+from fmeg.program.ir import Node, Program, Value
+from fmeg.sharding.buffers import Stack, Sum, Total
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.pieces import Pieces, pieces
 
@@ -32,14 +33,22 @@ Waiting = Callable[[], list[Any]]
 
 class _Body:
     """A scan's body, whole or in pieces. `early`, `late` as in `pieces`; `direct`: results that may be written into
-    memory given at the end of the inputs."""
+    memory given at the end of the inputs, or with `adds` added to it."""
 
-    def __init__(self, ex: Executable, body: Program, early: range, late: range, direct: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        ex: Executable,
+        body: Program,
+        early: range,
+        late: range,
+        direct: Sequence[int] = (),
+        adds: bool = False,
+    ) -> None:
         whole = Pieces(None, (), body, None, ())
         cut = _once(ex, body, lambda: pieces(body, early, late)) if ex.overlap else whole
         self.takes, self.gives, self.n_out = cut.takes, cut.gives, len(body.outputs)
         self.memory = [o for o in direct if o not in cut.gives]
-        self.main = ex.body(cut.main, writes=self.memory)
+        self.main = ex.body(cut.main, writes=self.memory, adds=adds)
         self.ahead = ex.body(cut.ahead, later=True) if cut.ahead else None
         self.behind = ex.body(cut.behind, later=True) if cut.behind else None
 
@@ -130,16 +139,19 @@ def scan_backward(ex: Executable, node: Node, dying: set[int]) -> Step:
     n_c, n_x, n_out = op.n_carry, op.n_ct_xs, len(op.body.outputs)
     first = n_c + op.n_ys + op.n_residuals
     direct = range(n_c, n_c + n_x) if ex.mode != "eager" and b.plain else range(0)
-    body = _Body(ex, op.body, range(first, len(op.body.inputs)), range(n_c, n_out), direct)
+    body = _Body(ex, op.body, range(first, len(op.body.inputs)), range(n_c, n_out), direct, op.adds)
 
     def run(env: list[Any]) -> None:
-        ct_carries, ct_ys, handle, xs, consts = read(env)
+        ct_carries, ct_ys, handle, xs, consts, *given = read(env)
         cts = list(ct_carries)
         del ct_carries
         y_slices = [b.call(torch.unbind, (y,), {}) for y in ct_ys]
         x_slices = [b.call(torch.unbind, (x,), {}) for x in xs]
         stacks = [Stack(b, op.length) for _ in range(n_x)]
-        for o in body.memory:
+        if given:
+            stacks = [Stack(b, op.length) if x is None else Total(b, x) for x in given[0]]
+            given.clear()
+        for o in (o for o in body.memory if stacks[o - n_c].buffer is None):
             t = op.body.outputs[o].type
             stacks[o - n_c].buffer = torch.empty((op.length, *t.shape), dtype=t.dtype, device=b.device)
         sums = [Sum(b) for _ in range(n_out - n_c - n_x)]
@@ -180,6 +192,9 @@ def scan_backward(ex: Executable, node: Node, dying: set[int]) -> Step:
 def accumulate(ex: Executable, node: Node, dying: set[int]) -> Step:
     op: LocalAccumulate = node.op
     b, body, read, outs = ex.backend, ex.body(op.body), ex.reader(node.args, dying), ex.outs(node)
+    direct = op.steps > 1 and ex.mode != "eager" and b.plain
+    again, totals = _adding(op.body) if direct else (op.body, [])
+    rest = ex.body(again) if totals else body
 
     def run(env: list[Any]) -> None:
         args = read(env)
@@ -188,13 +203,46 @@ def accumulate(ex: Executable, node: Node, dying: set[int]) -> Step:
         ]
         sums = [Sum(b) for _ in outs]
         for j in range(op.steps):
-            got = body.run([a if s is None else s[j] for a, s in zip(args, split, strict=True)])
-            for t, v in zip(sums, got, strict=True):
-                t.add(v)
+            inputs = [a if s is None else s[j] for a, s in zip(args, split, strict=True)]
+            if j and totals:
+                got = rest.run([*inputs, *(sums[k].result() for k in totals)])
+            else:
+                got = body.run(inputs)
+            for k, (t, v) in enumerate(zip(sums, got, strict=True)):
+                if not (j and k in totals):
+                    t.add(v)
             del got
         store(env, outs, [t.result() for t in sums])
 
     return run
+
+
+def _adding(body: Program) -> tuple[Program, list[int]]:
+    """A microbatch's body that adds stacked gradients to those of earlier ones, which are further inputs; the results
+    for which it does so: those that a backward scan alone makes."""
+    made = {id(o): (n, i) for n in body.nodes if isinstance(n.op, LocalScanBackward) for i, o in enumerate(n.outs)}
+    used = {id(v) for n in body.nodes for v in n.operands()}
+    results = [id(v) for v in body.outputs]
+    totals: list[int] = []
+    accs: dict[int, list[Value | None]] = {}
+    for k, v in enumerate(body.outputs):
+        n, i = made.get(id(v), (None, 0))
+        if n is None or id(v) in used or results.count(id(v)) > 1 or not 0 <= i - n.op.n_carry < n.op.n_ct_xs:
+            continue
+        accs.setdefault(id(n), [None] * n.op.n_ct_xs)[i - n.op.n_carry] = Value(v.type)
+        totals.append(k)
+    more = [x for k in totals if (x := _given(accs, *made[id(body.outputs[k])])) is not None]
+    nodes = [
+        Node(replace(n.op, adds=True), (*n.args, accs[id(n)]), n.kwargs, n.outs, n.source, n.phase, n.tags)
+        if id(n) in accs
+        else n
+        for n in body.nodes
+    ]
+    return replace(body, inputs=(*body.inputs, *more), nodes=nodes), totals
+
+
+def _given(accs: Mapping[int, list[Value | None]], n: Node, i: int) -> Value | None:
+    return accs[id(n)][i - n.op.n_carry]
 
 
 def store(env: list[Any], slots: Sequence[int], values: Sequence[Any]) -> None:

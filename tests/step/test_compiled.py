@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from fmeg import Array, Layout, Mesh, TrainState, optim, tree
 OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
 
 
-def train_step(state, batch):
+def train_step(state, batch, microbatches=1):
     def loss_fn(p, b):
         def layer(x, w):
             return torch.tanh(fmeg.einsum("b d, d e -> b e", x, w)), None
@@ -19,7 +21,7 @@ def train_step(state, batch):
         x, _ = fmeg.scan(layer, b["x"], p["w"])
         return ((x - b["y"]) ** 2).sum(), x.numel()
 
-    (loss, _), grads = fmeg.value_and_grad(loss_fn)(state.params, batch)
+    (loss, _), grads = fmeg.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch)
     updates, opt = OPT.update(grads, state.opt, state.params)
     return state.next(params=optim.apply_updates(state.params, updates), opt=opt), loss
 
@@ -31,9 +33,9 @@ def example():
     return TrainState.create(params, OPT, {"w": "layers embed ff"}), batch
 
 
-def run(mode, mesh, layout, steps=3):
+def run(mode, mesh, layout, steps=3, microbatches=1):
     state, batch = example()
-    step = fmeg.jit(train_step, mesh=mesh, layout=layout, donate="state", mode=mode)
+    step = fmeg.jit(partial(train_step, microbatches=microbatches), mesh=mesh, layout=layout, donate="state", mode=mode)
     losses = []
     for _ in range(steps):
         state, loss = step(state, batch)
@@ -44,6 +46,14 @@ def run(mode, mesh, layout, steps=3):
 def test_equal_to_eager_and_written_in_place():
     want, plain = run("eager", Mesh(), Layout())
     got, state = run("inductor", Mesh(), Layout())
+    assert got == pytest.approx(want, rel=1e-13)
+    for a, b in zip(tree.leaves(state), tree.leaves(plain), strict=True):
+        assert torch.allclose(a.global_value(), b.global_value(), rtol=1e-12, atol=1e-15)
+
+
+def test_microbatches_add_their_gradients_where_they_lie():
+    want, plain = run("eager", Mesh(), Layout(), microbatches=3)
+    got, state = run("inductor", Mesh(), Layout(), microbatches=3)
     assert got == pytest.approx(want, rel=1e-13)
     for a, b in zip(tree.leaves(state), tree.leaves(plain), strict=True):
         assert torch.allclose(a.global_value(), b.global_value(), rtol=1e-12, atol=1e-15)
