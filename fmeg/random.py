@@ -75,11 +75,14 @@ def fold_in(key: Key, data: int | str | Int[Tensor, ""]) -> Key:
     """
     _check_key("fold_in", key)
     if isinstance(data, str):
-        number = int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little")
-        return _fold_in(key, number, purpose=_FOLD_NAME)
+        return _fold_in(key, _hash(data), purpose=_FOLD_NAME)
     if isinstance(data, Tensor) and (data.ndim or data.is_floating_point() or data.is_complex()):
         raise TypeError(f"fold_in: expected data to be an int, a str or a 0-d integer tensor, got {_describe(data)}")
     return _fold_in(key, data, purpose=_FOLD)
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def split(key: Key, n: int = 2) -> Int[Tensor, "n 2"]:
@@ -298,6 +301,68 @@ _truncated_normal = _distribution("truncated_normal", _finish_truncated)
 _bernoulli = _distribution("bernoulli", lambda *words, dtype, p: [w < round(p * 2**32) for w in words])
 _randint = _distribution(
     "randint", lambda *words, dtype, low, high: [(((w * (high - low)) >> 32) + low).to(dtype) for w in words]
+)
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+def rounding_bits(key: Key, shape: Shape, name: str = "") -> Int[Tensor, "..."]:
+    """Uniform 16-bit integers in an int32 tensor, 0 <= x < 2**16: enough for rounding, not for sampling.
+
+    A few pointwise operations an element, so that they fuse with what they are for: the element at flat index i is the
+    high half of m(m(i ^ a) ^ b), with m a bijective mixer of 32 bits and (a, b) the key xor the 64-bit BLAKE2b hash of
+    `name`: one key serves many tensors.
+
+    Source of m: Wellons, "Prospecting for hash functions", https://nullprogram.com/blog/2018/07/31 ("lowbias32").
+
+    >>> x = rounding_bits(key(0), (1000,))
+    >>> int(x.min()) >= 0, int(x.max()) < 2**16, bool((x.double().mean() / 2**16 - 0.5).abs() < 0.05)
+    (True, True, True)
+    """
+    return _draw(_rounding_bits, key, shape, salt=_hash(name))
+
+
+def _rounding_reference(
+    key: Tensor, *offset: Any, shape: Shape, salt: int, block: Shape | None = None
+) -> Int[Tensor, "..."]:
+    if block is None:
+        block, offset = shape, (0,) * len(shape)
+    large = math.prod(shape) > 2**31
+    index = torch.zeros((), dtype=torch.int64 if large else torch.int32, device=key.device)
+    stride = 1
+    for d in reversed(range(len(shape))):
+        here = torch.arange(block[d], dtype=index.dtype, device=key.device) + offset[d]
+        index = index + (here * stride).reshape(-1, *(1,) * (len(shape) - 1 - d))
+        stride *= shape[d]
+    words = [_as_int32(salt >> shift) for shift in (0, 32)]
+    a, b = (key[i].to(torch.int32) ^ words[i] for i in (0, 1))
+    mixed = _mixed(index.to(torch.int32) ^ a) ^ b
+    if large:
+        mixed = mixed ^ _mixed((index >> 32).to(torch.int32))
+    return _unsigned_shift(_mixed(mixed), 16)
+
+
+def _as_int32(word: int) -> int:
+    return ((word + 2**31) & _MASK) - 2**31
+
+
+def _unsigned_shift(x: Tensor, n: int) -> Tensor:
+    return (x >> n) & (2 ** (32 - n) - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ _unsigned_shift(x, 16)) * 0x7FEB352D
+    x = (x ^ _unsigned_shift(x, 15)) * _as_int32(0x846CA68B)
+    return x ^ _unsigned_shift(x, 16)
+
+
+def _rounding_fake(
+    key: Tensor, *offset: Any, shape: Shape, salt: int, block: Shape | None = None
+) -> Int[Tensor, "..."]:
+    return key.new_empty(shape if block is None else block, dtype=torch.int32)
+
+
+_rounding_bits = Primitive(
+    "rounding_bits", _rounding_reference, vjp=_no_gradient, rule=_draw_rule, fake=_rounding_fake, cheap=True
 )
 
 

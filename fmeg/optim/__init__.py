@@ -8,6 +8,7 @@ masks          masked, partition, which weights decay
 matrix         which dimensions of a parameter are a matrix
 adamw sgd lion adafactor muon    one optimizer a file; newton_schulz is Muon's primitive
 clip finite    clipping by global norm, skipping steps that are not finite
+storage        bfloat16 parameters, with the rest of their bits beside them or rounded at random
 schedules      learning rates and other numbers as functions of the step
 """
 
@@ -23,6 +24,7 @@ from fmeg.optim.muon import MuonState, muon, stacked_matrices
 from fmeg.optim.newton_schulz import newton_schulz
 from fmeg.optim.schedules import constant, cosine, inverse_sqrt, join, linear, with_warmup, wsd
 from fmeg.optim.sgd import SGDState, sgd
+from fmeg.optim.storage import RoundingState, SplitState, from_halves, split_master, stochastic_rounding, to_halves
 
 __all__ = [
     "AdafactorState",
@@ -32,8 +34,10 @@ __all__ = [
     "MuonState",
     "Optimizer",
     "Rate",
+    "RoundingState",
     "SGDState",
     "Schedule",
+    "SplitState",
     "adafactor",
     "adamw",
     "apply_updates",
@@ -44,6 +48,7 @@ __all__ = [
     "decay_by_axes",
     "decay_matrices",
     "freeze",
+    "from_halves",
     "global_norm",
     "identity",
     "inverse_sqrt",
@@ -57,7 +62,10 @@ __all__ = [
     "partition",
     "sgd",
     "skip_nonfinite",
+    "split_master",
     "stacked_matrices",
+    "stochastic_rounding",
+    "to_halves",
     "with_warmup",
     "wsd",
 ]

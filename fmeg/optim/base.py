@@ -8,7 +8,8 @@ An optimizer is a pair of pure functions, as in optax:
 A state is a NamedTuple. Its fields that hold one tensor a parameter have the parameters' own tree: the path of such a
 tensor ends in the path of its parameter (`mu.layers.wq`), and its rank is the parameter's. Structure, shapes and dtypes
 of a state never change. Steps are counted in 0-d int64 tensors; what is computed from them is 0-d float64, which never
-promotes a parameter. Arithmetic on bfloat16 and float16 leaves is done in float32, so updates are float32 or wider.
+promotes a parameter. A random key is an int64 tensor [2] in a field `key`. Arithmetic on bfloat16 and float16 leaves is
+done in float32, so updates are float32 or wider.
 """
 
 from __future__ import annotations

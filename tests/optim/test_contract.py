@@ -27,6 +27,8 @@ OPTIMIZERS = {
     "chain": optim.chain(clip, optim.adamw(lr)),
     "skip_nonfinite": optim.skip_nonfinite(optim.chain(clip, optim.muon(lr))),
     "masked": optim.masked(optim.lion(0.1), optim.decay_matrices),
+    "split_master": optim.split_master(optim.chain(clip, optim.adamw(lr))),
+    "stochastic_rounding": optim.skip_nonfinite(optim.stochastic_rounding(optim.adamw(lr, mu_dtype=torch.float32))),
     "partition": optim.partition(
         {"a": optim.adamw(lr), "b": optim.freeze()}, lambda path, leaf: "a" if "layers" in path else "b"
     ),
@@ -64,6 +66,9 @@ def test_state_leaves_are_scalars_or_named_and_ranked_as_their_parameter(name):
     state = OPTIMIZERS[name].init(params)
     for path, x in zip(tree.paths(state), tree.leaves(state), strict=True):
         owner = [p for p in PARAM_PATHS if path.endswith(f".{p}")]
+        if not owner and path.split(".")[-1] == "key":
+            assert x.shape == (2,) and x.dtype == torch.int64, path
+            continue
         if not owner:
             assert x.shape == () and x.dtype == torch.int64, path
             continue

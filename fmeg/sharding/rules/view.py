@@ -95,6 +95,21 @@ def view(node: Node) -> Rule:
     return Rule((a,), (b,), sizes, whole=whole, linear=frozenset({0}), local=local)
 
 
+@RULES.register("aten.view.dtype")
+def reinterpreted(node: Node) -> Rule:
+    """The same bits as numbers of another type; of half the size, twice as many: `"n -> (n parts)"`."""
+    x, y = node.operands()[0], node.outs[0]
+    dims = dims_of(x.shape if x.dtype.itemsize >= y.dtype.itemsize else y.shape)
+    if x.dtype.itemsize == y.dtype.itemsize:
+        return node_rule(node, (dims,), (dims,))
+    parted = (*dims[:-1], (*dims[-1], "parts"))
+    wide, narrow = (x, y) if x.dtype.itemsize > y.dtype.itemsize else (y, x)
+    sizes = {d[0]: n for d, n in zip(dims, wide.shape, strict=True) if d}
+    sizes["parts"] = wide.dtype.itemsize // narrow.dtype.itemsize
+    ins, out = (dims, parted) if x is wide else (parted, dims)
+    return Rule((ins,), (out,), sizes, whole=frozenset({"parts"}))
+
+
 @RULES.register("aten.expand")
 def expand(node: Node) -> Rule:
     """Repeat dimensions of size 1: they may then be sharded, at no cost."""
