@@ -5,12 +5,13 @@
     the other
 
 Models: D1 = Llama of 1.50 B parameters (16 layers, 2048 wide, 128256 words), 8 x 4096 tokens; D2 = 8 layers of
-Llama-3-8B's width, 2 x 8192 tokens. bf16 arithmetic, float32 parameters, moments and gradients; AdamW; clipping by the
-global norm. `DIR` holds programs that train the same models with megatron-core and torchtitan; they are not part of
-this project.
+Llama-3-8B's width, 2 x 8192 tokens; M1 = 4 layers of Qwen3-30B-A3B's width (128 experts, 8 a token), 32768 words,
+8 x 4096 tokens, routed as its router says; M1-forced, each expert the same number of tokens. bf16 arithmetic, float32
+parameters, moments and gradients; AdamW; clipping by the global norm. `DIR` holds programs that train the same models
+with megatron-core and torchtitan; they are not part of this project.
 
 tokens/s      median over the steps after the first five, the GPU synchronised at each step's end
-mfu           model FLOPs (`llama.flops_per_token`) over 989 TFLOP/s
+mfu           model FLOPs (the model's `flops_per_token`) over 989 TFLOP/s
 peak bytes    `torch.cuda.max_memory_allocated` over the whole run, beside what `Lowered.predicted_peak` says
 """
 
@@ -30,14 +31,20 @@ from typing import Any
 import torch
 
 import fmeg
-from fmeg import Array, Layout, Mesh, TensorType, TrainState, optim, tree
-from fmeg.models import llama
+from fmeg import Array, Layout, Mesh, TensorType, TrainState, ops, optim, tree
+from fmeg.models import llama, model_of, moe
 from fmeg.models.table import Param
 from fmeg.step import Lowered
 
 PEAK = 989e12
 WARM = 5
-MODELS = {
+Config = llama.Config | moe.Config
+MIXTURE = moe.Config(
+    vocab_size=32768, embed=2048, layers=4, heads=32, kv_heads=4, head_dim=128, experts=128, expert_ff=768,
+    router=ops.Router(8, renormalize=True, batch_loss=1e-3), rope_base=500000.0, compute_dtype=torch.bfloat16,
+)  # fmt: skip
+BALANCED = replace(MIXTURE, router=replace(MIXTURE.router, select="balanced"))
+MODELS: dict[str, tuple[Config, tuple[int, int]]] = {
     "D1": (
         llama.Config(
             vocab_size=128256, embed=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ff=8192, rope_base=500000.0,
@@ -52,11 +59,14 @@ MODELS = {
         ),
         (2, 8192),
     ),
+    "M1": (MIXTURE, (8, 4096)),
+    "M1-forced": (BALANCED, (8, 4096)),
 }  # fmt: skip
 MCORE = (
     "mcore_bench.py --layers {layers} --hidden {embed} --heads {heads} --kv {kv_heads} --ffn {ff} --vocab {vocab_size} "
     "--seq {seq} --mbs {rows} --steps 14 --te --mcore-opt"
 )
+EXPERTS = " --moe-ffn {expert_ff} --experts {experts} --topk {top_k} --hd {head_dim} --grouped"
 TITAN = (
     "tt_bench.py --model.flavor={flavor} --training.seq_len={seq} --training.local_batch_size={rows} "
     "--training.steps=20 --activation_checkpoint.mode=none --compile.enable"
@@ -81,14 +91,14 @@ class Row:
     versions: str = ""
 
 
-def make_step(cfg: llama.Config, recipe: str | None = None) -> tuple[Any, Any]:
+def make_step(cfg: Config, recipe: str | None = None) -> tuple[Any, Any]:
     """(train step, optimizer). `recipe`: of FP8, for all layers."""
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1))
 
     precision = fmeg.precision.fp8(recipe, skip_first=0, skip_last=0) if recipe else None
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        return llama.loss(params, batch, cfg)
+        return model_of(cfg).loss(params, batch, cfg)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         (loss, _), grads = fmeg.value_and_grad(loss_fn, precision=precision)(state.params, batch)
@@ -98,7 +108,7 @@ def make_step(cfg: llama.Config, recipe: str | None = None) -> tuple[Any, Any]:
     return train_step, optimizer
 
 
-def random_state(cfg: llama.Config, optimizer: Any, mesh: Mesh) -> TrainState:
+def random_state(cfg: Config, optimizer: Any, mesh: Mesh) -> TrainState:
     """Random parameters on the mesh's device; quicker than `llama.init`, whose values depend on the global index."""
     device = mesh.device
     generator = torch.Generator(device).manual_seed(0)
@@ -110,8 +120,8 @@ def random_state(cfg: llama.Config, optimizer: Any, mesh: Mesh) -> TrainState:
             return torch.ones(shape, device=device)
         return torch.randn(shape, device=device, generator=generator) * 0.02
 
-    params = tree.map(make, llama.parameters(cfg), is_leaf=lambda x: isinstance(x, Param))
-    state = TrainState.create(params, optimizer, llama.logical_axes(cfg))
+    params = tree.map(make, model_of(cfg).parameters(cfg), is_leaf=lambda x: isinstance(x, Param))
+    state = TrainState.create(params, optimizer, model_of(cfg).logical_axes(cfg))
 
     def place(x: torch.Tensor) -> Array:
         array = Array.from_global(x, mesh)
@@ -129,10 +139,10 @@ def lowered(model: str, **changes: Any) -> Lowered:
     with torch.device("meta"):
         params = tree.map(
             lambda p: torch.empty([cfg.sizes[a] for a in p.axes.split()]),
-            llama.parameters(cfg),
+            model_of(cfg).parameters(cfg),
             is_leaf=lambda x: isinstance(x, Param),
         )
-        state = TrainState.create(params, optimizer, llama.logical_axes(cfg))
+        state = TrainState.create(params, optimizer, model_of(cfg).logical_axes(cfg))
     types = tree.map(lambda x: TensorType.of(x), state)
     ids, mask = TensorType((rows, seq), torch.int64), TensorType((rows, seq), torch.float32)
     batch = {"tokens": ids, "targets": ids, "mask": mask}
@@ -149,7 +159,7 @@ def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | No
     state = random_state(cfg, optimizer, mesh)
     ids = torch.randint(0, cfg.vocab_size, (rows, seq + 1), generator=torch.Generator("cuda").manual_seed(0))
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "mask": torch.ones(rows, seq)}
-    run = fmeg.jit(step, mesh=mesh, layout=Layout(), donate="state", mode=mode)
+    run = fmeg.jit(step, mesh=mesh, layout=Layout(), donate="state", mode=mode)  # type: ignore[arg-type]
     torch.cuda.reset_peak_memory_stats()
     times, loss = [], 0.0
     for i in range(steps):
@@ -164,7 +174,7 @@ def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | No
         profiled(lambda: run(state, batch), profile)
     median = statistics.median(times[min(WARM, steps - 1) :])
     tokens = rows * seq / median
-    flops = llama.flops_per_token(cfg, seq)
+    flops = model_of(cfg).flops_per_token(cfg, seq)
     versions = f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
     name = f"{mode}, fp8 {recipe}" if recipe else mode
     return Row(
@@ -186,8 +196,11 @@ def peer(name: str, model: str, folder: str) -> Row | None:
     """Run a peer's program for the same model and read what it printed."""
     cfg, (rows, seq) = MODELS[model]
     text = MCORE if name == "megatron-core" else TITAN
-    fields = {f: getattr(cfg, f) for f in ("layers", "embed", "heads", "kv_heads", "ff", "vocab_size")}
-    line = text.format(**fields, seq=seq, rows=rows, flavor=FLAVORS[model])
+    fields = {**vars(cfg), "seq": seq, "rows": rows, "flavor": FLAVORS.get(model)}
+    if isinstance(cfg, moe.Config):
+        fields |= {"ff": cfg.expert_ff, "top_k": cfg.router.top_k}
+        text += EXPERTS + (" --force-balance" if cfg.router.select == "balanced" else "")
+    line = text.format(**fields)
     program, *arguments = line.split()
     done = subprocess.run(
         [sys.executable, os.path.join(folder, program), *arguments], capture_output=True, text=True, check=False
@@ -205,7 +218,7 @@ def peer(name: str, model: str, folder: str) -> Row | None:
         return None
     warm = rates[WARM:] if name == "megatron-core" else rates[-2:]
     tokens = statistics.median(warm)
-    mfu = tokens * llama.flops_per_token(cfg, seq) / PEAK
+    mfu = tokens * model_of(cfg).flops_per_token(cfg, seq) / PEAK
     return Row(model, "compiled" if name == "torchtitan" else "TE", name, tokens, mfu, int(peaks[-1] * 2**30))
 
 
@@ -225,7 +238,8 @@ def suite(models: list[str], modes: list[str], folder: str | None, path: str) ->
             if found:
                 here.append(Row(**json.loads(found[0])))
         if folder:
-            here += [r for name in ("megatron-core", "torchtitan") if (r := peer(name, model, folder)) is not None]
+            names = ("megatron-core", "torchtitan") if model in FLAVORS else ("megatron-core",)
+            here += [r for name in names if (r := peer(name, model, folder)) is not None]
         best = max((r.tokens_s for r in here if r.peer != "fmeg"), default=0.0)
         rows += [replace(r, ratio=r.tokens_s / best if best else 0.0) for r in here]
         for r in rows[-len(here) :]:
