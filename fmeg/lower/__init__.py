@@ -5,6 +5,7 @@ late            what is made of inputs alone is made where it is first used
 common          equal operations between two loops are one
 wide            products that are cast to a wider type are summed into it
 added           products begin from what they are added to
+split           products in float32 by tensor cores, where one operand was, or the result becomes, bf16
 experts         a layer of experts: pairs of products, the activation and its gradient in one pass each
 norms           a norm's gradient and the residual stream's in one pass
 chunked_loss    a linear layer and its cross entropy in chunks of rows, logits never in full

@@ -10,6 +10,7 @@ from fmeg.lower.hoist import hoist_casts
 from fmeg.lower.late import delay
 from fmeg.lower.norms import add_residual
 from fmeg.lower.rewrite import everywhere
+from fmeg.lower.split import split_products
 from fmeg.lower.wide import widen
 from fmeg.program.ir import Program
 
@@ -23,6 +24,7 @@ def lower(program: Program) -> Program:
         delay,
         share,
         widen,
+        split_products,
         fuse_experts,
         join_casts,
         add_residual,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fmeg import Layout, Mesh, jit, random, tree, value_and_grad
+from fmeg import Layout, Mesh, einsum, jit, random, tree, value_and_grad
+from fmeg.lower.split import product_by_parts, rounded_product_by_parts
 from fmeg.ops import Router, loss_counts, router, router_from_logits
+from fmeg.ops.router import top_k
 
 pytestmark = pytest.mark.gpu
 EVERY_LOSS = dict(sequence_loss=0.1, batch_loss=0.2, running_loss=0.3, z_loss=0.4)
@@ -69,3 +71,34 @@ def test_ties_do_not_depend_on_the_number_of_tokens(experts, dtype):
     for rows in (1, 3, 64):
         part = router_from_logits(logits[:rows, :rows].cuda(), Router(8, "sigmoid")).experts.cpu()
         assert torch.equal(part, want.experts[:rows, :rows])
+
+
+@pytest.mark.parametrize("equation", ["b s d, d e -> b s e", "b s d, b s e -> d e", "b s e, d e -> b s d"])
+def test_float32_by_tensor_cores(equation):
+    """The router's products from bf16 parts: nearer to float64 than, or as near as, a product in float32."""
+    sizes = dict(b=2, s=1024, d=2048, e=128)
+    g = torch.Generator("cuda").manual_seed(0)
+    x, y = (
+        torch.randn([sizes[n] for n in t.split()], device="cuda", generator=g)
+        for t in equation.split("->")[0].split(",")
+    )
+    low = x.bfloat16()
+    error = lambda a, b: float((a.double() - b).norm() / b.norm())
+    exact = einsum(equation, low.double(), y.double())
+    assert error(product_by_parts(equation, low, y), exact) < max(
+        1e-6, 1.5 * error(einsum(equation, low.float(), y), exact)
+    )
+    exact = einsum(equation, x.double(), y.double())
+    assert error(rounded_product_by_parts(equation, x, y), exact) < 1.1 * error(exact.bfloat16(), exact)
+
+
+@pytest.mark.parametrize("n", [3, 64, 128, 300])
+def test_top_k_of_odd_numbers(n):
+    """Zeros of both signs, infinities and NaN come in the order of a stable sort."""
+    x = torch.randn(1000, n, generator=torch.Generator().manual_seed(0))
+    x[:100] = torch.randint(-1, 2, (100, n), generator=torch.Generator().manual_seed(1)).float() * -0.0
+    x[100:200, n // 2 :] = -torch.inf
+    x[200:300, 1] = torch.nan
+    x[300:400] = x[300:400].round()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(top_k(x.cuda().to(dtype), min(n, 8)).cpu(), top_k(x.to(dtype), min(n, 8)))
