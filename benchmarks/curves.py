@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 STEPS, ROWS, SEQ, VOCAB, RATE = 200, 8, 128, 2048, 4e-3
 CONFIG = llama.Config(vocab_size=VOCAB, embed=128, layers=4, heads=4, kv_heads=4, head_dim=32, ff=384, tied=True)
 TINY = dataclasses.replace(CONFIG, embed=32, layers=2, heads=2, kv_heads=2, head_dim=16, ff=64)
-MEGATRON = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
+MEGATRON: Any = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +172,12 @@ def plot(found: dict[str, np.ndarray], path: Path) -> None:
 
     exact = found[REFERENCE.name]
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2))
-    for name, x in found.items():
-        above.plot(x, label=name, lw=2.5 if name == REFERENCE.name else 0.8)
-        if name != REFERENCE.name:
-            worst = np.abs(x - exact).max()
-            below.semilogy(np.abs(x - exact) + 1e-12, label=f"{name}: at most {worst:.1e}", lw=0.8)
+    for i, (name, x) in enumerate(found.items()):
+        first, colour = name == REFERENCE.name, f"C{i - 1}"
+        above.plot(x, label=name, color="black" if first else colour, lw=2.5 if first else 0.8)
+        if not first:
+            far = np.abs(x - exact)
+            below.semilogy(far + 1e-12, label=f"{name}: at most {far.max():.1e}", color=colour, lw=0.8)
     above.set(ylabel="loss", title="One training run, everywhere the same")
     below.set(xlabel="step", ylabel="distance to float64", ylim=(1e-8, None))
     for ax in (above, below):
