@@ -7,7 +7,7 @@ the training step on a mesh: differentiated first, partitioned after, equal to o
 from fmeg import ops, precision, random, tree
 from fmeg.mesh import Mesh
 from fmeg.ops import einsum
-from fmeg.ops.remat import remat, save_names
+from fmeg.ops.remat import budget, min_cut, offload, recompute, region, remat, save_names
 from fmeg.ops.scan import scan
 from fmeg.ops.shard import name, shard
 from fmeg.program.ir import TensorType
@@ -28,16 +28,21 @@ __all__ = [
     "TensorType",
     "TrainState",
     "amax_history",
+    "budget",
     "check_finite",
     "data",
     "einsum",
     "jit",
+    "min_cut",
     "models",
     "name",
+    "offload",
     "ops",
     "optim",
     "precision",
     "random",
+    "recompute",
+    "region",
     "remat",
     "save_names",
     "scan",

@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, ops, remat, scan, shard
+from fmeg import P, einsum, ops, region, remat, scan, shard
 from fmeg.models import mixture, mla, rotary
-from fmeg.models.llama import swiglu
+from fmeg.models.llama import norm, swiglu
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -174,14 +174,16 @@ def logical_axes(cfg: Config) -> dict[str, Any]:
 
 def attend(p: Mapping[str, Tensor], x: Tensor, rope: Tensor, segments: Tensor | None, cfg: Config) -> Tensor:
     """The residual stream `x` (batch res_seq embed) with what attention adds."""
-    o = mla.attention(p, ops.rms_norm(x, p["norm1"], cfg.norm_eps), rope, segments, cfg)
+    o = mla.attention(p, norm(x, p["norm1"], cfg.norm_eps), rope, segments, cfg)
     return x + shard(o, P("batch", "res_seq", None))
 
 
 def dense_block(p: Mapping[str, Tensor], x: Tensor, rope: Tensor, segments: Tensor | None, cfg: Config) -> Tensor:
     """One of the first layers."""
     x = attend(p, x, rope, segments, cfg)
-    return x + swiglu(ops.rms_norm(x, p["norm2"], cfg.norm_eps), p["w_gate"], p["w_up"], p["w_down"])
+    h = norm(x, p["norm2"], cfg.norm_eps)
+    with region("mlp"):
+        return x + swiglu(h, p["w_gate"], p["w_up"], p["w_down"])
 
 
 def moe_block(
@@ -189,7 +191,7 @@ def moe_block(
 ) -> tuple[Tensor, ops.RouterOutput]:
     """One of the later layers, and where tokens went."""
     x = attend(p, x, rope, segments, cfg)
-    o, chosen = mixture.mixture(p, ops.rms_norm(x, p["norm2"], cfg.norm_eps), cfg)
+    o, chosen = mixture.mixture(p, norm(x, p["norm2"], cfg.norm_eps), cfg)
     return x + o, chosen
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, name, ops, remat, scan, shard
+from fmeg import P, einsum, name, ops, region, remat, scan, shard
 from fmeg.models import rotary
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
@@ -49,7 +49,8 @@ class Config:
     vocab_multiple  embedding and head are padded up to a multiple of this; the loss never sees the padding
     dtype           of the parameters
     compute_dtype   the parameters are cast to it where they are used; None: `dtype`
-    remat           what the backward pass recomputes of a layer, a policy of `fmeg.remat`; None: what costs little
+    remat           what the backward pass recomputes of a layer, a policy of `fmeg.remat`; None: what costs little.
+                    `fmeg.recompute` knows the regions "norm", "core_attn" and "mlp"
     z_loss          weight of log² Z, which keeps the softmax's normaliser near one (PaLM, arXiv 2204.02311)
     """
 
@@ -165,6 +166,12 @@ def logical_axes(cfg: Config) -> dict[str, Any]:
     return axes_of(parameters(cfg))
 
 
+def norm(x: Float[Tensor, "b s d"], weight: Float[Tensor, "d"], eps: float) -> Float[Tensor, "b s d"]:
+    """RMS norm of the residual stream, a region of its own."""
+    with region("norm"):
+        return ops.rms_norm(x, weight, eps)
+
+
 def attend(
     p: Mapping[str, Tensor],
     x: Float[Tensor, "b s d"],
@@ -173,7 +180,7 @@ def attend(
     cfg: Any,
 ) -> Float[Tensor, "b s d"]:
     """What attention adds to the residual stream `x` (batch res_seq embed)."""
-    h = shard(ops.rms_norm(x, p["norm1"], cfg.norm_eps), P("batch", "seq", None))
+    h = shard(norm(x, p["norm1"], cfg.norm_eps), P("batch", "seq", None))
     q = einsum("b s d, d h e -> b s h e", h, p["wq"])
     k = einsum("b s d, d k e -> b s k e", h, p["wk"])
     v = einsum("b s d, d k e -> b s k e", h, p["wv"])
@@ -182,15 +189,17 @@ def attend(
     if cfg.qk_norm:
         q, k = ops.rms_norm(q, p["q_norm"], cfg.norm_eps), ops.rms_norm(k, p["k_norm"], cfg.norm_eps)
     gate = einsum("b s d, d h e -> b s h e", h, p["w_attn_gate"]) if cfg.attn_gate else None
-    o = ops.attention(
-        ops.rope(q, rope),
-        ops.rope(k, rope),
-        v,
-        window=cfg.window,
-        segments=segments,
-        sinks=p["sinks"] if cfg.sinks else None,
-        gate=gate,
-    )
+    q, k = ops.rope(q, rope), ops.rope(k, rope)
+    with region("core_attn"):
+        o = ops.attention(
+            q,
+            k,
+            v,
+            window=cfg.window,
+            segments=segments,
+            sinks=p["sinks"] if cfg.sinks else None,
+            gate=gate,
+        )
     o = einsum("b s h e, h e d -> b s d", name(o, "attention"), p["wo"])
     return shard(o, P("batch", "res_seq", None))
 
@@ -205,6 +214,7 @@ def swiglu(
     h = shard(h, P("batch", "seq", None))
     gate = einsum("b s d, d f -> b s f", h, w_gate)
     up = einsum("b s d, d f -> b s f", h, w_up)
+    gate, up = name(gate, "ff_in"), name(up, "ff_in")
     o = einsum("b s f, f d -> b s d", name(ops.swiglu(gate, up), "ff"), w_down)
     return shard(o, P("batch", "res_seq", None))
 
@@ -218,7 +228,9 @@ def block(
 ) -> Float[Tensor, "b s d"]:
     """One layer: attention, then SwiGLU, each added to the residual stream `x` (batch res_seq embed)."""
     x = x + attend(p, x, rope, segments, cfg)
-    return x + swiglu(ops.rms_norm(x, p["norm2"], cfg.norm_eps), p["w_gate"], p["w_up"], p["w_down"])
+    h = norm(x, p["norm2"], cfg.norm_eps)
+    with region("mlp"):
+        return x + swiglu(h, p["w_gate"], p["w_up"], p["w_down"])
 
 
 def apply(

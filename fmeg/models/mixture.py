@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, ops, shard
+from fmeg import P, einsum, ops, region, shard
 from fmeg.models.llama import swiglu
 from fmeg.models.table import Param, cast
 
@@ -126,18 +126,29 @@ def mixture(
     p: Mapping[str, Tensor], h: Float[Tensor, "b s d"], cfg: Sizes
 ) -> tuple[Float[Tensor, "b s d"], ops.RouterOutput]:
     """(what is added to the residual stream, where tokens went), from the normed stream `h` (batch res_seq embed)."""
+    with region("moe"):
+        return _mixture(p, h, cfg)
+
+
+def _mixture(p: Mapping[str, Tensor], h: Tensor, cfg: Sizes) -> tuple[Tensor, ops.RouterOutput]:
     chosen = ops.router(h, p["router"], cfg.router, bias=p.get("router_bias"))
     rows, routing = ops.dispatch(h, chosen.experts, experts=cfg.experts, keep=chosen.keep)
     gate = ops.grouped_matmul(rows, p["w_gate"], routing)
     up = ops.grouped_matmul(rows, p["w_up"], routing)
-    inner = ops.scale_rows(ops.swiglu(gate, up), ops.dispatch_weights(chosen.weights, routing))
+    weights = ops.dispatch_weights(chosen.weights, routing)
+    with region("moe_act"):
+        inner = ops.scale_rows(ops.swiglu(gate, up), weights)
     o = shard(ops.combine(ops.grouped_matmul(inner, p["w_down"], routing), routing), P("batch", "res_seq", None))
-    if cfg.shared_ff:
-        shared = swiglu(h, p["shared_gate"], p["shared_up"], p["shared_down"])
+    return (o + _shared(p, h, cfg) if cfg.shared_ff else o), chosen
+
+
+def _shared(p: Mapping[str, Tensor], h: Tensor, cfg: Sizes) -> Tensor:
+    """The experts that every token goes to."""
+    with region("shared_experts"):
+        o = swiglu(h, p["shared_gate"], p["shared_up"], p["shared_down"])
         if cfg.shared_gate:
-            shared = shared * torch.sigmoid(einsum("b s d, d -> b s", h, p["shared_weight"])).unsqueeze(-1)
-        o = o + shared
-    return o, chosen
+            o = o * torch.sigmoid(einsum("b s d, d -> b s", h, p["shared_weight"])).unsqueeze(-1)
+        return o
 
 
 def no_stats(cfg: Sizes, layers: int, like: Tensor) -> Stats:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, name, ops, shard
+from fmeg import P, einsum, name, ops, region, shard
 from fmeg.models.table import Param
 
 
@@ -106,8 +106,9 @@ def queries(
     """Queries of all heads, their last part turned."""
     if cfg.q_latent is not None:
         h = ops.rms_norm(einsum("b s d, d r -> b s r", h, p["wq_down"]), p["q_norm"], cfg.latent_eps)
-    q = einsum("b s d, d h e -> b s h e", shard(h, P("batch", "seq", None)), p["wq"])
-    return ops.rope(q, rope, interleaved=True, part="last")
+    h = shard(h, P("batch", "seq", None))
+    with region("mla_up"):
+        return ops.rope(einsum("b s d, d h e -> b s h e", h, p["wq"]), rope, interleaved=True, part="last")
 
 
 def latents(
@@ -136,10 +137,13 @@ def attention(
         h = shard(h, P("batch", "seq", None))  # queries need all of it, so the latents are made of all of it too
     q = queries(p, h, rope, cfg)
     c, k_rope = latents(p, h, rope, cfg)
-    k = einsum("b s r, r h e -> b s h e", c, p["wk"])
-    v = einsum("b s r, r h f -> b s h f", c, p["wv"])
-    shared = k_rope.unsqueeze(2).expand(*k.shape[:3], cfg.rope_dim)
-    o = ops.attention(q, torch.cat([k, shared], dim=-1), v, segments=segments, scale=cfg.attn_scale)
+    with region("mla_up"):
+        k = einsum("b s r, r h e -> b s h e", c, p["wk"])
+        v = einsum("b s r, r h f -> b s h f", c, p["wv"])
+        shared = k_rope.unsqueeze(2).expand(*k.shape[:3], cfg.rope_dim)
+        k = torch.cat([k, shared], dim=-1)
+    with region("core_attn"):
+        o = ops.attention(q, k, v, segments=segments, scale=cfg.attn_scale)
     return einsum("b s h f, h f d -> b s d", name(o, "attention"), p["wo"])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fmeg import P, einsum, ops, remat, scan, shard
 from fmeg.models import mixture, rotary
-from fmeg.models.llama import attend, attention_rows
+from fmeg.models.llama import attend, attention_rows, norm
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -142,7 +142,7 @@ def block(
 ) -> tuple[Float[Tensor, "b s d"], ops.RouterOutput]:
     """One layer: attention, then the experts, each added to the residual stream `x`; and where tokens went."""
     x = x + attend(p, x, rope, segments, cfg)
-    o, chosen = mixture.mixture(p, ops.rms_norm(x, p["norm2"], cfg.norm_eps), cfg)
+    o, chosen = mixture.mixture(p, norm(x, p["norm2"], cfg.norm_eps), cfg)
     return x + o, chosen
 
 

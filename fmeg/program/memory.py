@@ -137,7 +137,7 @@ def _parts(loop: Loop) -> list[tuple[Any, ...]]:
 
 def _kept(inner: _Body, loop: Loop) -> int:
     """Bytes of one step's residuals: storages of the body, and carries that came in."""
-    kept = _parts(loop)[2]
+    kept = [v for i, v in enumerate(_parts(loop)[2]) if i not in loop.host]
     carries = {id(v): v.type.nbytes for v in loop.body.inputs[: loop.carried]}
     return inner.held(kept) + sum(carries[r] for r in {inner.root[id(v)] for v in values_in(kept)} if r in carries)
 

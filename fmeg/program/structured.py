@@ -30,6 +30,7 @@ class Loop:
     summed      outputs added over the runs
     residuals   indices (from, to) of the inputs that a forward loop kept
     pair        what a forward and a backward loop share when no value of the Program ties them
+    host        those of `kept`, by number, that wait in the host's memory
     """
 
     body: Program
@@ -41,6 +42,7 @@ class Loop:
     summed: int = 0
     residuals: tuple[int, int] = (0, 0)
     pair: Any = None
+    host: tuple[int, ...] = ()
 
 
 def loop_of(node: Node) -> Loop | None:

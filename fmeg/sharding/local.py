@@ -11,7 +11,8 @@ from fmeg.program.structured import Loop
 @dataclass(eq=False)
 class LocalScan:
     """body: carries, xs slices, consts -> carries, ys slices, residuals. Node results: carries, stacked ys, and, where
-    `keeps` is true, one handle that holds every step's residuals until the backward pass."""
+    `keeps` is true, one handle that holds every step's residuals until the backward pass; those numbered in `host` wait
+    in the host's memory."""
 
     body: Program
     length: int
@@ -19,11 +20,12 @@ class LocalScan:
     n_xs: int
     n_ys: int
     keeps: bool = False
+    host: tuple[int, ...] = ()
     name: str = "scan"
 
     def loop(self) -> Loop:
         kept = len(self.body.outputs) - self.n_carry - self.n_ys
-        return Loop(self.body, self.length, "scan body", self.n_carry, self.n_ys, kept)
+        return Loop(self.body, self.length, "scan body", self.n_carry, self.n_ys, kept, host=self.host)
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ import torch
 from fmeg.program.ir import Node, Program, Value
 from fmeg.sharding.buffers import Stack, Sum, Total
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
+from fmeg.sharding.offload import Offloaded
 from fmeg.sharding.pieces import Pieces, pieces
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def scan(ex: Executable, node: Node, dying: set[int]) -> Step:
         slices = [b.call(torch.unbind, (x,), {}) for x in given[n_c : n_c + n_x]]
         del given
         ys = [Stack(b, op.length) for _ in range(n_y)]
-        handle: list[list[Any]] = []
+        handle: Any = Offloaded(b, op.host, op.length) if op.host else []
 
         def ahead(i: int) -> Waiting:
             return body.begin(lambda k: slices[k - n_c][i] if k < n_c + n_x else consts[k - n_c - n_x])

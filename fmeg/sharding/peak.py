@@ -38,10 +38,10 @@ _GIVES = {"einsum_add": (3, "free"), "cross_entropy_bwd": (0, "")}  # results th
 
 @dataclass
 class _Kept:
-    """Residuals of a forward loop: bytes a step, and the storage of each."""
+    """Residuals of a forward loop: bytes a step on the device, on the host, and the storage of each."""
 
     step: int
-    times: int
+    host: int
     roots: list[tuple[int, int]]
 
 
@@ -239,25 +239,27 @@ class _Frame:
         n_c, n_y, body = op.n_carry, op.n_ys, op.body
         inner = self._inner(body, {id(v): (id(v), v.type.nbytes) for v in body.inputs[:n_c]})
         residuals = body.outputs[n_c + n_y :]
-        stacks, kept = sum(o.type.nbytes for o in node.outs[n_c : n_c + n_y]), inner._bytes(residuals)
+        away = {inner._root(v) for i, v in enumerate(residuals) if i in op.host}
+        kept = inner._bytes([v for v in residuals if inner._root(v) not in away])
+        host = inner._bytes(residuals) - kept  # of two steps: one is on its way
+        stacks = sum(o.type.nbytes for o in node.outs[n_c : n_c + n_y])
         start = self.live - self._dying(node.args[:n_c], freed)
         outs = inner._bytes(body.outputs)
         for k in {0, min(1, op.length - 1), op.length - 1}:
-            self.most = max(self.most, start + k * kept + (stacks if k else 0) + inner.most)
-            self.most = max(self.most, start + k * kept + stacks + outs)
+            here = start + k * kept + (host if k else 0)
+            self.most = max(self.most, here + (stacks if k else 0) + inner.most, here + stacks + outs)
         self.live += self._made([node])
         if op.keeps:
             handle = node.outs[-1]
-            self.live += op.length * kept - self.size[id(handle)]
-            self.size[id(handle)] = op.length * kept
-            self.kept[id(handle)] = _Kept(
-                kept, op.length, [(r := inner._root(v), inner.size.get(r, 0)) for v in residuals]
-            )
+            self.live += op.length * kept + host - self.size[id(handle)]
+            self.size[id(handle)] = op.length * kept + host
+            roots = [(r := inner._root(v), inner.size.get(r, 0)) for v in residuals]
+            self.kept[id(handle)] = _Kept(kept, host, roots)
 
     def _backward(self, node: Node, op: LocalScanBackward, freed: set[int]) -> None:
         ct_carries, _, handle, _, _ = node.args
         n_c, n_x, body, first = op.n_carry, op.n_ct_xs, op.body, op.n_carry + op.n_ys
-        kept = self.kept.get(id(handle), _Kept(0, op.length, []))
+        kept = self.kept.get(id(handle), _Kept(0, 0, []))
         owned = {id(v): (id(v), v.type.nbytes) for v in body.inputs[:n_c]}
         found = zip(body.inputs[first : first + op.n_residuals], kept.roots, strict=False)
         owned |= {id(v): root for v, root in found if root[1]}
@@ -269,6 +271,7 @@ class _Frame:
         outs = inner._bytes(body.outputs)
         for k in {0, min(1, op.length - 1), op.length - 1}:
             here = start + (op.length - 1 - k) * kept.step + (sums if k else 0)
+            here += kept.host if k < op.length - 1 else 0  # of the step before, on its way back
             self.most = max(self.most, here + (stacks if k or self.compiled else 0) + inner.most)
             self.most = max(self.most, here + stacks + outs + (sums if k == 1 else 0))
         self.live += self._made([node])
@@ -285,9 +288,19 @@ class _Frame:
         outs = loop.body.outputs
         inner = self._inner(loop.body, {}, range(loop.stacked, len(outs)) if direct else ())
         made = self._made([node])
-        again = loop.times > 1 or direct
-        self.most = max(self.most, self.live + (made if again else 0) + max(inner.most, inner._bytes(outs)))
+        again = made if loop.times > 1 or direct else 0
+        if self.compiled and not direct and again:
+            again -= _stacked(loop.body)
+        self.most = max(self.most, self.live + again + max(inner.most, inner._bytes(outs)))
         self.live += made
+
+
+def _stacked(body: Program) -> int:
+    """Bytes of the results that compiled backward loops stack: later microbatches add to those of the first."""
+    back = {id(n): n.op for n in body.nodes if isinstance(n.op, LocalScanBackward)}
+    outs = {id(v): v for v in values_in(body.outputs)}.values()
+    made = ((v, back.get(id(v.node))) for v in outs)
+    return sum(v.type.nbytes for v, op in made if op is not None and 0 <= v.index - op.n_carry < op.n_ct_xs)
 
 
 def _runs(nodes: Sequence[Node]) -> list[list[Node]]:

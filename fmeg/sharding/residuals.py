@@ -1,6 +1,6 @@
 """What the backward pass keeps and what it does again, chosen on local Programs by local bytes.
 
-inside a remat region   nothing is kept but what the policy names
+inside a remat region   nothing is kept but what the policy names; "min_cut" and "budget" choose (see `mincut`)
 all_gather              its (smaller) input is kept and gathered again; a parameter's shard is there anyway
 cheap operations        done again when all they need is kept or free
 everything else         kept
@@ -17,15 +17,20 @@ import torch
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, Collective
 from fmeg.ops.remat import Policy
 from fmeg.ops.shard import name_p
+from fmeg.program.cost import node_bytes
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.program.passes import dce
 from fmeg.program.primitive import Primitive
 from fmeg.program.recorder import constant
 from fmeg.sharding.coalesce import coalesce, coalesce_where
+from fmeg.sharding.mincut import Forward, seconds
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 _PRODUCT_NAMES = {"einsum", "grouped_matmul", "scaled_einsum", "attention", "attention_fwd"}
+
+
+CHOSEN = ("min_cut", "budget")  # kinds of policies that weigh bytes against work
 
 
 def is_cheap(node: Node) -> bool:
@@ -51,23 +56,38 @@ def _forced(node: Node) -> bool:
     if region is None or (isinstance(node.op, Primitive) and node.op.keep):
         return False
     policy: Policy = region[1]
+    if policy.kind in ("none", *CHOSEN):
+        return False
     if policy.kind == "dots":
         return not (node.op in _PRODUCTS or (isinstance(node.op, Primitive) and node.op.name in _PRODUCT_NAMES))
     return True
 
 
-def _named(joint: Program) -> set[int]:
-    """Nodes, by id, of which a result has a name that its region keeps: all their results are kept, since to make one
-    of them again is to make them all. The name sees through an exchange."""
+def _policy(node: Node) -> Policy | None:
+    region = node.tags.get("remat")
+    return region[1] if region is not None else None
+
+
+def _named(joint: Program, host: bool = False) -> set[int]:
+    """Nodes, by id, of which a result has a name that its region keeps (in the host's memory): all their results are
+    kept, since to make one of them again is to make them all. The name sees through an exchange."""
     named: set[int] = set()
     for n in joint.nodes:
-        region = n.tags.get("remat")
-        if n.op is name_p and region is not None and n.args[1] in region[1].names:
+        if n.op is not name_p or (p := _policy(n)) is None:
+            continue
+        if n.args[1] in (p.names if not host else p.host or ()):
             made = n.args[0].node
             while made is not None:
                 named.add(id(made))
                 made = made.operands()[0].node if made.op is ALL_TO_ALL or made.op is name_p else None
     return named
+
+
+def _hosted(joint: Program, residuals: Iterable[Value]) -> tuple[int, ...]:
+    """Which residuals, by number, wait in the host's memory."""
+    every = any(p.host == frozenset() for n in joint.nodes if n.phase == "F" and (p := _policy(n)) is not None)
+    named = _named(joint, host=True)
+    return tuple(i for i, v in enumerate(residuals) if every or (v.node is not None and id(v.node) in named))
 
 
 def _is_structured(node: Node) -> bool:
@@ -121,7 +141,8 @@ class _Choice:
                 self.saved[id(v)] = v
         ready = self.inputs | set(self.saved)
         for node in nodes:
-            free = id(node) in self.redone or (is_cheap(node) and all(id(u) in ready for u in node.operands()))
+            cheap = is_cheap(node) and id(node) not in self.named
+            free = id(node) in self.redone or (cheap and all(id(u) in ready for u in node.operands()))
             for o in node.outs:
                 if not free and id(o) in wanted:
                     self.saved.setdefault(id(o), o)
@@ -139,6 +160,13 @@ class _Choice:
                 self.redone.add(id(v.node))
                 todo += v.node.operands()
 
+    def drop(self, nodes: Iterable[Node], wanted: Iterable[Value]) -> None:
+        """Forget named values that nothing reads after all."""
+        used = {id(v) for v in wanted} | {id(u) for n in nodes if id(n) in self.redone for u in n.operands()}
+        for i in [i for i, v in self.saved.items() if v.node is not None and id(v.node) in self.named]:
+            if i not in used:
+                del self.saved[i]
+
 
 def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
     """`free`: inputs that the backward pass has anyway."""
@@ -152,9 +180,71 @@ def _choose(joint: Program, free: Iterable[Value]) -> _Choice:
             for v in n.operands():
                 if id(v) in inputs or (v.node is not None and id(v.node) in forward):
                     wanted.setdefault(id(v), v)
+    policy = _chosen(forward.values())
+    if policy is not None:
+        return _cut(joint, list(forward.values()), choice, list(wanted.values()), policy)
     choice.need(wanted.values())
-    wanted.update({id(u): u for n in joint.nodes if id(n) in choice.redone for u in n.operands()})
-    choice.settle(forward.values(), wanted)
+    every = dict(wanted)
+    every.update({id(u): u for n in joint.nodes if id(n) in choice.redone for u in n.operands()})
+    every.update({id(o): o for n in forward.values() if id(n) in choice.named for o in n.outs})
+    choice.settle(forward.values(), every)
+    choice.drop(forward.values(), wanted.values())
+    return choice
+
+
+def _chosen(forward: Iterable[Node]) -> Policy | None:
+    """The policy of a body that weighs bytes against work."""
+    found = {p for n in forward if (p := _policy(n)) is not None and p.kind in CHOSEN}
+    if len(found) > 1:
+        raise ValueError(f"remat: one body has several of the policies {', '.join(map(str, found))}; give it one")
+    return next(iter(found), None)
+
+
+def _given(forward: list[Node], choice: _Choice) -> set[int]:
+    """Nodes, by id, that lead by cheap operations and gathers from what the backward pass has anyway: casts of
+    parameters, which are done once for both directions where they can be."""
+    have, found = set(choice.inputs), set()
+    for n in forward:
+        small = is_cheap(n) or id(n) in choice.regather
+        if small and id(n) not in choice.named and all(id(v) in have for v in n.operands()):
+            found.add(id(n))
+            have |= {id(o) for o in n.outs}
+    return found
+
+
+def _cut(joint: Program, forward: list[Node], choice: _Choice, wanted: list[Value], policy: Policy) -> _Choice:
+    """The choice by a minimum cut."""
+
+    def fixed(n: Node) -> bool:
+        """Never done again."""
+        return _is_structured(n) or id(n) in choice.named or (isinstance(n.op, Primitive) and n.op.keep)
+
+    def free(n: Node) -> bool:
+        return _forced(n) or id(n) in choice.regather or not n.operands()
+
+    def price(n: Node) -> float | None:
+        if fixed(n):
+            return None
+        return 0.0 if free(n) else policy.per_byte * node_bytes(n) if is_cheap(n) else None
+
+    def time(n: Node) -> float | None:
+        if id(n) in given:
+            return 0.0
+        if fixed(n) or (isinstance(n.op, Collective) and not free(n) and not is_cheap(n)):
+            return None
+        if not (free(n) or is_cheap(n) or _policy(n) == policy):
+            return None
+        return seconds(n, policy.flops, policy.bandwidth)
+
+    given = _given(forward, choice) if policy.kind == "budget" else set()
+    again = {id(n) for n in forward if (_forced(n) and not fixed(n)) or id(n) in given}
+    again |= {id(n) for n in forward if n.op is name_p and id(n.args[0].node) in choice.named}
+    never = {id(o) for n in forward if id(n) in again for o in n.outs}
+    graph = Forward(joint, forward, choice.inputs, wanted, never)
+    found = graph.cut(price) if policy.kind == "min_cut" else graph.within(policy.limit, time)
+    order = {id(o): i for i, o in enumerate((*joint.inputs, *(o for n in forward for o in n.outs)))}
+    choice.saved = dict(sorted(found.kept.items(), key=lambda item: order[item[0]]))
+    choice.redone = found.again
     return choice
 
 
@@ -205,8 +295,8 @@ def rematerialise(joint: Program) -> Program:
     return dce(Program(joint.inputs, [*forward, *backward], outputs, joint.names, joint.name))
 
 
-def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[Program, Program, int]:
-    """Cut the joint body of a scan: (forward, backward, number of residuals).
+def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[Program, Program, int, tuple[int, ...]]:
+    """Cut the joint body of a scan: (forward, backward, number of residuals, those that wait in the host's memory).
 
     forward    inputs joint.inputs[:n_inputs] -> joint.outputs[:n_outputs], residuals
     backward   inputs cotangents, residuals, then the forward inputs but the carries -> the rest of the outputs
@@ -231,7 +321,7 @@ def split(joint: Program, n_inputs: int, n_outputs: int, n_carry: int) -> tuple[
     )
     inputs = (*joint.inputs[n_inputs:], *stand_ins, *joint.inputs[n_carry:n_inputs])
     backward = Program(inputs, backward_nodes, outputs, name=f"{joint.name}.backward")
-    return _joined(forward), _joined(backward), len(residuals)
+    return _joined(forward), _joined(backward), len(residuals), _hosted(joint, residuals)
 
 
 def _joined(body: Program) -> Program:

@@ -142,8 +142,8 @@ def scan_backward(part: Partitioner, node: Node) -> None:
     out_homes = [st.carries[i] for i in pair.carries] + [child.placed(v).home for v in grads[len(pair.carries) :]]
     grad_locals = [child.get(child.placed(v), h, "mirror") for v, h in zip(grads, out_homes, strict=True)]
     whole = child.finish((*st.inputs, *ct_inputs), (*st.outputs, *grad_locals))
-    forward, backward, n_res = split(whole, len(st.inputs), len(st.outputs), n_c)
-    st.op.body, st.op.keeps = forward, True
+    forward, backward, n_res, host = split(whole, len(st.inputs), len(st.outputs), n_c)
+    st.op.body, st.op.keeps, st.op.host = forward, True, host
     n_x = len(pair.xs)
     op = LocalScanBackward(backward, scan_op.length, len(pair.carries), len(pair.ys), n_res, scan_op.n_xs, n_x)
     k = len(ct_carries)

@@ -19,12 +19,14 @@ from fmeg.program import recorder
 from fmeg.program.cost import Cost, cost
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value
-from fmeg.program.structured import Accumulate, Gradient, SplitRows
+from fmeg.program.structured import Accumulate, Gradient, SplitRows, walk
 from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.array import Array
 from fmeg.sharding.coalesce import coalesce_where
 from fmeg.sharding.execute import Executable, Mode, check_mode
 from fmeg.sharding.graph import Graph
+from fmeg.sharding.kept import Memory, memory
+from fmeg.sharding.local import LocalScan
 from fmeg.sharding.partition import Context, Partitioner
 from fmeg.sharding.peak import peak
 from fmeg.sharding.spec import Layout, resolve
@@ -81,6 +83,10 @@ class Lowered:
         executable = Executable(lower(program), backend, mode=mode, into=into)
         if mode == "inductor":
             return Compiled(self, executable)
+        if any(isinstance(n.op, LocalScan) and n.op.host for n, _, _ in walk(program)):
+            raise ValueError(
+                "compile: a CUDA graph cannot hold copies to the host (remat policy offload); use 'inductor'"
+            )
         if not backend.plain or backend.device.type != "cuda":
             raise ValueError(
                 f"compile: a CUDA graph records one CUDA device, this mesh is {self.mesh} on {backend.device.type}; "
@@ -109,6 +115,10 @@ class Lowered:
     def cost(self) -> Cost:
         """One rank's arithmetic, memory traffic and peak memory (see fmeg.program.cost)."""
         return cost(self.program)
+
+    def memory(self) -> Memory:
+        """What a layer of each scan keeps for the backward pass on one rank, and what is done again. A table."""
+        return memory(self.program)
 
     def predicted_peak(self, mode: Mode = "eager") -> int:
         """Bytes that one rank's allocator will show as its peak when the step runs in `mode`, arguments included (see
