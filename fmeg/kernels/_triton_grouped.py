@@ -66,9 +66,8 @@ def _matmul(
         if expert < E:
             k = tl.arange(0, BLOCK_K)
             mine = tl.minimum(m, rows - 1).to(tl.int64)  # what lies beyond is read, and not written
-            columns = tl.where(n < F, n, 0)
             x = x_ptr + mine[:, None] * stride_x + k[None, :]
-            w = w_ptr + expert.to(tl.int64) * stride_e + k[:, None] * stride_d + columns[None, :] * stride_f
+            w = w_ptr + expert.to(tl.int64) * stride_e + k[:, None] * stride_d + n[None, :] * stride_f
             if WIDE:
                 w += side.to(tl.int64) * second
             steps = tl.cdiv(D, BLOCK_K)
@@ -84,7 +83,7 @@ def _matmul(
                     b = tl.load(w + at_w)
                 else:
                     a = tl.load(x + at_x, mask=(k < D - start)[None, :], other=0.0)
-                    b = tl.load(w + at_w, mask=(k < D - start)[:, None], other=0.0)
+                    b = tl.load(w + at_w, mask=(k < D - start)[:, None] & (n < F)[None, :], other=0.0)
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
         width = F * 2 if WIDE else F
         out = out_ptr + m.to(tl.int64)[:, None] * width + side * F + n[None, :]
@@ -95,6 +94,7 @@ def _matmul(
 def _matmul_dw(
     x_ptr, y_ptr, out_ptr, ends_ptr, D, F, stride_x, stride_y,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     tile, expert = tl.program_id(0), tl.program_id(1)
     tiles_f = tl.cdiv(F, BLOCK_N)
@@ -105,18 +105,19 @@ def _matmul_dw(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     k = tl.arange(0, BLOCK_K)
     row = (start + k).to(tl.int64)[:, None]
-    x = x_ptr + row * stride_x + tl.where(d < D, d, 0)[None, :]
-    y = y_ptr + row * stride_y + tl.where(f < F, f, 0)[None, :]
-    whole = (end - start) // BLOCK_K
-    for _ in range(whole):
-        acc = tl.dot(tl.trans(tl.load(x)), tl.load(y), acc, input_precision=PRECISION)
+    x = x_ptr + row * stride_x + d[None, :]
+    y = y_ptr + row * stride_y + f[None, :]
+    for first in range(start, end, BLOCK_K):
+        real = (k < end - first)[:, None]
+        if EVEN:
+            a = tl.load(x, mask=real, other=0.0)
+            b = tl.load(y, mask=real, other=0.0)
+        else:
+            a = tl.load(x, mask=real & (d < D)[None, :], other=0.0)
+            b = tl.load(y, mask=real & (f < F)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
         x += BLOCK_K * stride_x
         y += BLOCK_K * stride_y
-    rest = end - start - whole * BLOCK_K
-    if rest > 0:
-        a = tl.load(x, mask=(k < rest)[:, None], other=0.0)
-        b = tl.load(y, mask=(k < rest)[:, None], other=0.0)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
     out = out_ptr + expert.to(tl.int64) * D * F + d.to(tl.int64)[:, None] * F + f[None, :]
     mask = (d < D)[:, None] & (f < F)[None, :]
     if ADD:
@@ -189,7 +190,7 @@ def matmul(
         _matmul[grid](
             x, w, out, ends, rows, inner, outer, x.stride(0), *w.stride(), behind, tiles_m,
             E=experts, BLOCK_E=triton.next_power_of_2(experts + 1), GROUP=8, PRECISION=_precision(x), WIDE=wide,
-            DEEP=deep, EVEN=inner % tiles["BLOCK_K"] == 0, **tiles,
+            DEEP=deep, EVEN=inner % tiles["BLOCK_K"] == 0 and outer % tiles["BLOCK_N"] == 0, **tiles,
         )  # fmt: skip
     return out
 
@@ -212,8 +213,9 @@ def matmul_dw_into(out: Tensor, x: Tensor, y: Tensor, ends: Tensor, add: bool, t
     grid = (triton.cdiv(inner, tiles["BLOCK_M"]) * triton.cdiv(outer, tiles["BLOCK_N"]), ends.shape[0])
     with on(x):
         _matmul_dw[grid](
-            x, y, out, ends, inner, outer, x.stride(0), y.stride(0), PRECISION=_precision(x), ADD=add, **tiles
-        )
+            x, y, out, ends, inner, outer, x.stride(0), y.stride(0), PRECISION=_precision(x), ADD=add,
+            EVEN=inner % tiles["BLOCK_M"] == 0 and outer % tiles["BLOCK_N"] == 0, **tiles,
+        )  # fmt: skip
 
 
 def zero_tail_(out: Tensor, ends: Tensor) -> Tensor:

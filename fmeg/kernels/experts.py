@@ -39,15 +39,16 @@ def _(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("fmeg::pack_rows", mutates_args=())
 def pack(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int) -> Tensor:
-    """As `fmeg.ops.pack.pack`."""
+    """As `fmeg.ops.pack.pack`. Tokens are flattened in here: a compiler may compute twice what it sees through a
+    view."""
     from fmeg.kernels import _triton_pack
 
-    return _triton_pack.pack(x, order, total, k, rows)
+    return _triton_pack.pack(x.flatten(0, -2), order, total, k, rows)
 
 
 @pack.register_fake
 def _(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int) -> Tensor:
-    return x.new_empty(rows, x.shape[1])
+    return x.new_empty(rows, x.shape[-1])
 
 
 @torch.library.custom_op("fmeg::weigh_rows", mutates_args=())

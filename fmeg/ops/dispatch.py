@@ -21,7 +21,7 @@ from fmeg.program.ir import Node
 
 
 def _dispatch(x: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, k: int, rows: int) -> Tensor:
-    return pack(x.flatten(0, -2), order, ends[-1], k, rows)
+    return pack(x, order, ends[-1], k, rows)
 
 
 def _dispatch_vjp(args: tuple, kwargs: dict, outs: Any, cts: tuple) -> tuple[Tensor | None, ...]:

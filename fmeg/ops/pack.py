@@ -12,15 +12,15 @@ from fmeg.ops._common import differentiated, wide
 from fmeg.program.primitive import Primitive
 
 
-def pack(x: Float[Tensor, "t d"], order: Int[Tensor, "s"], total: Tensor | None, k: int, rows: int) -> Tensor:
+def pack(x: Float[Tensor, "*t d"], order: Int[Tensor, "s"], total: Tensor | None, k: int, rows: int) -> Tensor:
     """rows[i] = x[order[i] // k] for i < total (None: all of `order`), else 0.
 
     >>> pack(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0]), None, k=1, rows=3).flatten().tolist()
     [2.0, 1.0, 0.0]
     """
-    if _fused(x) and x.shape[1] >= NARROW:
+    if _fused(x) and x.shape[-1] >= NARROW:
         return experts.pack(x, order, total, k, rows)
-    out = x.index_select(0, order // k if k > 1 else order)
+    out = x.flatten(0, -2).index_select(0, order // k if k > 1 else order)
     return _tail(out, total, rows)
 
 
