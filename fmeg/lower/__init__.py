@@ -10,8 +10,10 @@ experts         a layer of experts: pairs of products, the activation and its gr
 norms           a norm's gradient and the residual stream's in one pass
 chunked_loss    a linear layer and its cross entropy in chunks of rows, logits never in full
 pipeline        all of them, in order
+vendor          another library's kernels, where asked for
 """
 
 from fmeg.lower.pipeline import lower
+from fmeg.lower.vendor import check_lowering, vendor_kernels
 
-__all__ = ["lower"]
+__all__ = ["check_lowering", "lower", "vendor_kernels"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fmeg import tree
-from fmeg.lower import lower
+from fmeg.lower import check_lowering, lower, vendor_kernels
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
 from fmeg.pipeline.op import Storage, start_early
@@ -73,14 +73,15 @@ class Lowered:
             return None
         return self.stages.orders[stack]
 
-    def compile(self, mode: Mode = "eager") -> Compiled:
-        """Ready to run on the mesh's backend. `mode` as in `jit`."""
+    def compile(self, mode: Mode = "eager", lowering: str | None = None) -> Compiled:
+        """Ready to run on the mesh's backend. `mode` and `lowering` as in `jit`."""
         check_mode("compile", mode)
+        check_lowering("compile", lowering)
         program, backend = start_early(self.program), self.mesh.backend()
         if mode == "eager":
-            return Compiled(self, Executable(program, backend))
+            return Compiled(self, Executable(vendor_kernels(program, lowering), backend))
         into = self._reused() if backend.plain else {}
-        executable = Executable(lower(program), backend, mode=mode, into=into)
+        executable = Executable(vendor_kernels(lower(program), lowering), backend, mode=mode, into=into)
         if mode == "inductor":
             return Compiled(self, executable)
         if any(isinstance(n.op, LocalScan) and n.op.host for n, _, _ in walk(program)):
@@ -214,9 +215,12 @@ class Jitted:
         strict: bool,
         donate: Sequence[str],
         mode: Mode,
+        lowering: str | None,
     ):
+        self.lowering = lowering
         self.fn, self.mesh, self.layout, self.strict, self.mode = fn, mesh, layout, strict, mode
         check_mode("jit", mode)
+        check_lowering("jit", lowering)
         self.axes = {k: Axes.of(v) for k, v in axes.items()}
         self.params, self.out_axes = tuple(params), out_axes
         self.donate = (donate,) if isinstance(donate, str) else tuple(donate)
@@ -256,7 +260,7 @@ class Jitted:
         if compiled is None:
             if self._cache:
                 log.info("jit(%s): traced again, because %s", self.name, self._why(args, key))
-            compiled = self._cache[key] = self.lower(*args).compile(self.mode)
+            compiled = self._cache[key] = self.lower(*args).compile(self.mode, self.lowering)
         return compiled([x for x, t in zip(leaves, types, strict=True) if t is not None])
 
     def _why(self, args: tuple, key: tuple) -> str:
@@ -559,6 +563,7 @@ def jit(
     strict: bool = False,
     donate: Sequence[str] = (),
     mode: Mode = "eager",
+    lowering: str | None = None,
 ) -> Jitted:
     """`fn` on a mesh: traced once per structure and shapes, differentiated, partitioned, run.
 
@@ -576,6 +581,8 @@ def jit(
     mode      "eager": operations one by one; "inductor": runs of them between collectives are fused and compiled, each
               scan body once for all its layers; "cudagraph": that, and from the third call on the step is replayed as
               one CUDA graph
+    lowering  "te": TransformerEngine's kernels run attention, norms and products on CUDA where they fit, except within
+              the stages of a pipeline; needs `pip install "fmeg[te]"`. The mathematics and the layouts are unchanged
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
     another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a
@@ -597,4 +604,5 @@ def jit(
         strict,
         donate,
         mode,
+        lowering,
     )
