@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from fmeg.lower.added import add_products
+from fmeg.lower.behind import reduce_layers
 from fmeg.lower.chunked_loss import chunked
 from fmeg.lower.common import share
 from fmeg.lower.experts import fuse_experts, join_casts
+from fmeg.lower.hasten import hasten
 from fmeg.lower.hoist import hoist_casts
+from fmeg.lower.inline import inline
 from fmeg.lower.late import delay
+from fmeg.lower.lookups import exchange_lookups
 from fmeg.lower.norms import add_residual
+from fmeg.lower.quantised import quantise_once, quantise_stacks
 from fmeg.lower.rewrite import everywhere
 from fmeg.lower.split import split_products
 from fmeg.lower.wide import widen
@@ -20,6 +25,8 @@ LOGITS = 2**30
 def lower(program: Program) -> Program:
     """What runs where compiled code is asked for: the same results, fewer passes over memory, no full logits."""
     for step in (
+        inline,
+        reduce_layers,
         hoist_casts,
         delay,
         share,
@@ -27,9 +34,13 @@ def lower(program: Program) -> Program:
         split_products,
         fuse_experts,
         join_casts,
+        quantise_stacks,
+        quantise_once,
         add_residual,
         add_products,
         chunked(LOGITS),
+        exchange_lookups,
+        hasten,
     ):
         program = everywhere(step, program)
     return program

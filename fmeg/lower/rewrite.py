@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fmeg.ops.collectives import ALL_REDUCE
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 
@@ -75,3 +76,14 @@ def in_order(nodes: Sequence[Node]) -> list[Node] | None:
                         return None
                     stack.append((before, False))
     return out
+
+
+def parts(node: Node) -> list[Node]:
+    """A reduction of several values as one of each."""
+    if len(node.outs) == 1:
+        return [node]
+    found = []
+    for k, (x, out) in enumerate(zip(node.args[0], node.outs, strict=True)):
+        rest = node.args[2:] if node.op is ALL_REDUCE else ((node.args[2][k],),)
+        found.append(Node(node.op, ([x], node.args[1], *rest), {}, (out,), node.source, node.phase, node.tags))
+    return found
