@@ -9,7 +9,7 @@ parts       each in ms, with TB/s of the bytes it must move, or TFLOP/s for prod
             forward and one backward pass, `fwd` and `bwd` in TFLOP/s of the six products (18 · tokens · k · d · f)
 products    forward (x w, [d, f] and the pair [d, 2f]), gradient of x (transposed), gradient of w: `torch` is
             `torch._grouped_mm` in bf16, with a cast to float32 for weights; others are tiles M x N x K, warps, stages
-router      the library's, compiled, forward and backward, with its logits in float32
+router      the library's as plain operations, forward and backward, with its logits in float32
 
 Times are medians over runs that each begin with a cold cache of level 2.
 """
@@ -193,7 +193,7 @@ def parts(c: Case) -> dict[str, tuple[Callable[[], Any], float, float]]:
 
 
 def router_ms(tokens: int) -> dict[str, float]:
-    """The router's logits, choice and losses, and their gradient, compiled."""
+    """The router's logits, choice and losses, and their gradient."""
     cfg = ops.Router(K, renormalize=True, batch_loss=1e-3)
     x = torch.randn(1, tokens, D, device="cuda").bfloat16().requires_grad_()
     w = (torch.randn(D, E, device="cuda") * 0.02).requires_grad_()

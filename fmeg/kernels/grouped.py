@@ -79,7 +79,13 @@ def grouped_pair(x: Tensor, a: Tensor, b: Tensor, ends: Tensor, transposed: bool
             return torch.cat([loop(x, a, ends), loop(x, b, ends)], 1)
         f = a.shape[2]
         return loop(x[:, :f], a, ends, True) + loop(x[:, f:], b, ends, True)
-    return _product(_rows(x), beside(a, b), ends, transposed)
+    x = _rows(x)
+    if torch_takes(x, a, b):
+        return _product(x, beside(a, b), ends, transposed)
+    from fmeg.kernels import _triton_grouped
+
+    b = b if a.stride() == b.stride() else b.contiguous()
+    return _triton_grouped.matmul(x, a if a.stride() == b.stride() else a.contiguous(), ends, transposed, b)
 
 
 @grouped_pair.register_fake
