@@ -72,6 +72,7 @@ TITAN = (
     "--training.steps=20 --activation_checkpoint.mode=none --compile.enable"
 )
 FLAVORS = {"D1": "1B", "D2": "8BL8"}
+STORAGE: dict[str, Any] = {"float32": lambda o: o, "split": optim.split_master, "random": optim.stochastic_rounding}
 
 
 @dataclass
@@ -91,9 +92,11 @@ class Row:
     versions: str = ""
 
 
-def make_step(cfg: Config, recipe: str | None = None) -> tuple[Any, Any]:
-    """(train step, optimizer). `recipe`: of FP8, for all layers."""
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1))
+def make_step(cfg: Config, recipe: str | None = None, storage: str = "float32") -> tuple[Any, Any]:
+    """(train step, optimizer). `recipe`: of FP8, for all layers. `storage`: of parameters, see `STORAGE`."""
+    wide: Any = dict(mu_dtype=torch.float32, nu_dtype=torch.float32)
+    adamw = STORAGE[storage](optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1, **wide))
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), adamw)
 
     precision = fmeg.precision.fp8(recipe, skip_first=0, skip_last=0) if recipe else None
 
@@ -108,17 +111,17 @@ def make_step(cfg: Config, recipe: str | None = None) -> tuple[Any, Any]:
     return train_step, optimizer
 
 
-def random_state(cfg: Config, optimizer: Any, mesh: Mesh) -> TrainState:
+def random_state(cfg: Config, optimizer: Any, mesh: Mesh, storage: str = "float32") -> TrainState:
     """Random parameters on the mesh's device; quicker than `llama.init`, whose values depend on the global index."""
     device = mesh.device
     generator = torch.Generator(device).manual_seed(0)
-    sizes = cfg.sizes
+    sizes, dtype = cfg.sizes, torch.float32 if storage == "float32" else torch.bfloat16
 
     def make(p: Param) -> torch.Tensor:
         shape = [sizes[a] for a in p.axes.split()]
         if p.init == "ones":
-            return torch.ones(shape, device=device)
-        return torch.randn(shape, device=device, generator=generator) * 0.02
+            return torch.ones(shape, device=device, dtype=dtype)
+        return (torch.randn(shape, device=device, generator=generator) * 0.02).to(dtype)
 
     params = tree.map(make, model_of(cfg).parameters(cfg), is_leaf=lambda x: isinstance(x, Param))
     state = TrainState.create(params, optimizer, model_of(cfg).logical_axes(cfg))
@@ -149,17 +152,21 @@ def lowered(model: str, **changes: Any) -> Lowered:
     return fmeg.jit(step, mesh=Mesh(), layout=Layout(), donate="state").lower(types, batch)
 
 
-def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | None = None) -> Row:
+def one(
+    model: str, mode: str, steps: int, profile: str | None, recipe: str | None = None, storage: str = "float32",
+    lowering: str | None = None,
+) -> Row:  # fmt: skip
     """Train for some steps in this process."""
     cfg, (rows, seq) = MODELS[model]
     mesh = Mesh()
-    predicted = lowered(model).predicted_peak(mode)  # type: ignore[arg-type]
+    predicted = lowered(model).predicted_peak(mode) if storage == "float32" else 0  # type: ignore[arg-type]
     torch.set_default_device("cuda")
-    step, optimizer = make_step(cfg, recipe)
-    state = random_state(cfg, optimizer, mesh)
+    step, optimizer = make_step(cfg, recipe, storage)
+    state = random_state(cfg, optimizer, mesh, storage)
     ids = torch.randint(0, cfg.vocab_size, (rows, seq + 1), generator=torch.Generator("cuda").manual_seed(0))
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "mask": torch.ones(rows, seq)}
-    run = fmeg.jit(step, mesh=mesh, layout=Layout(), donate="state", mode=mode)  # type: ignore[arg-type]
+    options: Any = dict(donate="state", mode=mode, lowering=lowering)
+    run = fmeg.jit(step, mesh=mesh, layout=Layout(), **options)
     torch.cuda.reset_peak_memory_stats()
     times, loss = [], 0.0
     for i in range(steps):
@@ -177,6 +184,7 @@ def one(model: str, mode: str, steps: int, profile: str | None, recipe: str | No
     flops = model_of(cfg).flops_per_token(cfg, seq)
     versions = f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
     name = f"{mode}, fp8 {recipe}" if recipe else mode
+    name += "".join(f", {x}" for x in (storage, lowering) if x not in ("float32", None))
     return Row(
         model, name, "fmeg", tokens, tokens * flops / PEAK, torch.cuda.max_memory_allocated(), predicted,
         first_step_s=times[0], loss=loss, versions=versions,
@@ -259,6 +267,8 @@ def main() -> None:
     a.add_argument("--steps", type=int, default=14)
     a.add_argument("--profile")
     a.add_argument("--fp8", help="recipe")
+    a.add_argument("--storage", choices=STORAGE, default="float32", help="parameters: float32, or bf16 and how")
+    a.add_argument("--lowering", help="te: TransformerEngine's kernels")
     b = commands.add_parser("suite")
     b.add_argument("models", nargs="+", choices=MODELS)
     b.add_argument("--modes", nargs="+", default=["inductor"])
@@ -266,7 +276,12 @@ def main() -> None:
     b.add_argument("--json", default="gpu.json")
     args = parser.parse_args()
     if args.command == "one":
-        print("ROW " + json.dumps(asdict(one(args.model, args.mode, args.steps, args.profile, args.fp8))))
+        print(
+            "ROW "
+            + json.dumps(
+                asdict(one(args.model, args.mode, args.steps, args.profile, args.fp8, args.storage, args.lowering))
+            )
+        )
     else:
         suite(args.models, args.modes, args.peers, args.json)
 
