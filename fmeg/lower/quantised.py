@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fmeg.lower.hoist import slices_of
-from fmeg.lower.rewrite import in_order, uses, with_nodes, with_operands
+from fmeg.lower.rewrite import in_order, uses, with_operands
 from fmeg.ops.activations import swiglu_bwd_p, swiglu_p
 from fmeg.ops.einsum import format_equation, parse_equation
 from fmeg.ops.rms_norm import rms_norm_p
@@ -169,7 +169,9 @@ def _pair_up(body: Body, n: Node, rows: int) -> Value:
     """A quantised value's node becomes one that makes it transposed too: that value."""
     v, top, _, _, format = n.args
     q, s = n.outs
-    made = _node(n, pair_p, ("plain", (v,), None, (top,), format, 0, rows, False, 0.0, None), [q, _flipped(q.type, rows), s])
+    made = _node(
+        n, pair_p, ("plain", (v,), None, (top,), format, 0, rows, False, 0.0, None), [q, _flipped(q.type, rows), s]
+    )
     body.exchange([n], [made])
     body.feed(q, made.outs[1], rows)
     return made.outs[1]
@@ -408,14 +410,26 @@ class _Scans:
         start, stop = f.n_carry, f.n_carry + f.n_xs
         new = replace(f, body=program, n_xs=len(self.xs))
         given = (*args[:start], *(v for v, _ in self.xs), *args[stop:])
-        swapped = Node(new, given, self.forward.kwargs, self.forward.outs, self.forward.source, self.forward.phase, self.forward.tags)
+        swapped = Node(
+            new,
+            given,
+            self.forward.kwargs,
+            self.forward.outs,
+            self.forward.source,
+            self.forward.phase,
+            self.forward.tags,
+        )
         self.around.exchange([self.forward], [*self.before, swapped])
         first, last = self.rest
         stand_ins = [s for _, s in self.kept]
         self.ys, program = _pruned(self.b, b.body, self.ys, lambda xs: [*first, *stand_ins, *xs, *last])
         args = self.backward.args
         new = replace(b, body=program, n_residuals=len(self.kept), n_xs=len(self.ys))
-        given = (*args[:3], [v for v, _ in self.ys] if isinstance(args[3], list) else tuple(v for v, _ in self.ys), *args[4:])
+        given = (
+            *args[:3],
+            [v for v, _ in self.ys] if isinstance(args[3], list) else tuple(v for v, _ in self.ys),
+            *args[4:],
+        )
         n = self.backward
         self.around.exchange([n], [Node(new, given, n.kwargs, n.outs, n.source, n.phase, n.tags)])
 

@@ -122,10 +122,12 @@ class _Rewriter:
         return self.made[key]
 
     def _delayed(self, v: Value, role: int, format: Format, user: Node, site: str) -> tuple[Value, ...]:
-        """q and scale by the largest value known for a role; the one of now is noted."""
+        """q and scale by the largest value known for a role; the one of now is noted.
+
+        What several products read is quantised once, by what the first of them knows: they all saw the same."""
         grid = (0,) * v.ndim
         self.seen.setdefault(site, {})[role] = self._amax(v, grid, user)
-        key = (id(v), site, role)
+        key = (id(v), grid, role)
         if key not in self.made:
             one = TensorType((1,) * v.ndim, torch.float32)
             near = self.first if v.node is None else self.after.setdefault(id(v.node), [])

@@ -16,7 +16,7 @@ RECIPE = precision.fp8("delayed", history=2, skip_first=0, skip_last=0)
 
 def _cast(x, amax, element):
     largest, dtype = {"e4m3": (448, torch.float8_e4m3fn), "e5m2": (57344, torch.float8_e5m2)}[element]
-    s = (amax.float() / largest) if amax else torch.tensor(1.0)
+    s = (amax.float() * (1 / largest)) if amax else torch.tensor(1.0)
     return (x * (1 / s).double()).clamp(-largest, largest).to(dtype).double() * s.double()
 
 
