@@ -182,25 +182,44 @@ class _Frame:
         """The inputs are held until the end; values made inside that reach memory come and go."""
         outside = {self._root(o) for n in nodes for o in n.outs} - freed  # what is used after the run
         stored = self._stored(nodes, outside)
-        when = _evaluated(nodes, stored)
+        kernels = self._kernels(nodes, stored)
+        at = [i for i, k in enumerate(kernels) for _ in k]
+        when = _evaluated([n for k in kernels for n in k], stored)
         end: dict[int, int] = {}
         for n in nodes:
             for v in n.operands():
-                end[self._root(v)] = max(end.get(self._root(v), 0), when[id(n)])
+                end[self._root(v)] = max(end.get(self._root(v), 0), at[when[id(n)]])
         dying: dict[int, list[int]] = {}
         for root, i in end.items():
             if root in stored and root not in outside:
                 dying.setdefault(i, []).append(root)
         here = 0
-        for i, n in enumerate(nodes):
-            gone = dying.get(i, [])
-            made = [r for o in n.outs if self._new(o) and (r := self._root(o)) in stored]
+        for i, k in enumerate(kernels):
+            gone, alone = dying.get(i, []), len(k) == 1
+            made = [r for n in k for o in n.outs if self._new(o) and (r := self._root(o)) in stored]
             size = sum(self.size[r] for r in made)
-            room = [self.size[r] for r in gone] if _fuses(n) or self._takes(n, gone) else []
+            room = [self.size[r] for r in gone] if alone and (_fuses(k[0]) or self._takes(k[0], gone)) else []
             self._at(here + size - _fitting([self.size[r] for r in made], room))
             here += size - sum(self.size[r] for r in gone)
             here -= sum(self.size[r] for r in made if r not in end and r not in outside)
         self.live += self._made(nodes)
+
+    def _kernels(self, nodes: Sequence[Node], stored: set[int]) -> list[list[Node]]:
+        """Nodes in the order in which they run. Pointwise ones that read the same tensor, of the size of what they
+        make, run as one kernel, where the last of them is."""
+        kernels: list[list[Node]] = []
+        reader: dict[int, Node] = {}  # of a value, the last pointwise node
+        for n in nodes:
+            kernels.append([n])
+            if not _fuses(n) or is_view(n) or not any(self._new(o) and self._root(o) in stored for o in n.outs):
+                continue
+            size = n.outs[0].type.numel
+            read = [id(v) for v in n.operands() if v.type.numel == size > 1]
+            before = next((reader[i] for i in read if i in reader), None)
+            reader.update(dict.fromkeys(read, n))
+            if before is not None:
+                kernels = _joined(kernels, before)
+        return kernels
 
     def _stored(self, nodes: Sequence[Node], outside: set[int]) -> set[int]:
         """Storages of values made here that reach memory."""
@@ -320,6 +339,24 @@ def _alone(node: Node) -> bool:
 
 def _opaque(node: Node) -> bool:
     return "opaque" in node.tags
+
+
+def _joined(kernels: list[list[Node]], before: Node) -> list[list[Node]]:
+    """The last kernel and that of an earlier node as one, what depends on it after it; as they are if the last does."""
+    last = kernels[-1]
+    at = next(i for i, k in enumerate(kernels) if any(n is before for n in k))
+    made = {id(o) for n in kernels[at] for o in n.outs}
+    later: list[list[Node]] = []
+    between: list[list[Node]] = []
+    for k in kernels[at + 1 :]:
+        depends = any(id(v) in made for n in k for v in n.operands())
+        if depends and k is last:
+            return kernels
+        if depends:
+            made |= {id(o) for n in k for o in n.outs}
+        if k is not last:
+            (later if depends else between).append(k)
+    return [*kernels[:at], *between, [*kernels[at], *last], *later]
 
 
 def _fitting(sizes: Sequence[int], room: list[int]) -> int:

@@ -121,6 +121,22 @@ def test_counted_by_hand(compiled, owned, into, tensors):
     assert peak(program, compiled, owned, into) == tensors * 8 * 8 * 4
 
 
+def test_pointwise_operations_that_read_the_same_run_as_one():
+    def three(x, w):
+        return [(f(x) @ w).sum() for f in (torch.sin, torch.cos, torch.tan)]
+
+    program = trace(three, torch.zeros(8, 8), torch.zeros(8, 8)).program
+    assert peak(program, True) == (2 + 3 + 1) * 8 * 8 * 4  # and the first product
+    assert peak(program, False) == (2 + 1 + 1) * 8 * 8 * 4 + 2 * 4
+
+    def after(x, w):
+        y = (x.sin() @ w).sum()
+        return (x * y) @ w  # waits for the sum
+
+    program = trace(after, torch.zeros(8, 8), torch.zeros(8, 8)).program
+    assert peak(program, True) == (2 + 2) * 8 * 8 * 4
+
+
 def test_a_result_is_not_written_where_something_reads_later():
     program = jit(lambda x: (x + 1, scanned(x))).lower(torch.zeros(3, 8)).program
     assert peak(program, True, (), {0: 0}) >= peak(program, True)
