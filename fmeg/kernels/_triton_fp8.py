@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Triton programs that make FP8 operands. Imports triton: load it only where there is a GPU (see `fp8`).
 
-A value is one of: a tensor (PLAIN), a norm of it (NORM: x, weight, 1/rms of each row), silu(gate) · up (GATED), or the two
-cotangents of that (GATED_BWD: gate, up, cotangent). It is rounded to the type of its operands before it is quantised,
-as if it had been written.
+A value is one of: a tensor (PLAIN), a norm of it (NORM: x, weight, 1/rms of each row), silu(gate) · up (GATED), or the
+two cotangents of that (GATED_BWD: gate, up, cotangent). It is rounded to the type of its operands before it is
+quantised, as if it had been written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FP8 operands in as few passes over memory as scaling allows, by Triton on CUDA.
 
 A matrix product on Hopper wants both operands with the contracted dimension contiguous, and the three products of a
-linear layer contract different ones: each value is needed as it lies and transposed. `pair` reads it once and writes both;
-where the value comes from a norm or a gated activation, it is made on the way and never written in bf16 at all.
+linear layer contract different ones: each value is needed as it lies and transposed. `pair` reads it once and writes
+both; where the value comes from a norm or a gated activation, it is made on the way and never written in bf16 at all.
 
 Values, by `kind`: "plain" (x), "rms_norm" (x, weight or None, 1/rms of each row), "swiglu" (gate, up) and "swiglu_bwd"
 (gate, up, cotangent), which are two. Numbers: as `fmeg.precision.formats.quantize` with one scale a tensor (or one for
@@ -44,7 +44,7 @@ def _values(kind: str) -> int:
 @torch.library.custom_op("fmeg::fp8_amax", mutates_args=())
 def amax(x: Tensor, y: Tensor | None, z: Tensor | None, kind: str, layers: int, rounded: bool) -> Tensor:
     """f32[values · layers]: the largest absolute values. Not of norms (`norm_amax`)."""
-    x, y, z = (v.contiguous() if v is not None else None for v in (x, y, z))
+    x, y, z = x.contiguous(), *(v.contiguous() if v is not None else None for v in (y, z))
     out = torch.zeros(_values(kind) * layers, dtype=torch.int32, device=x.device)
     n = x.numel() // layers
     block = 2048
@@ -89,8 +89,8 @@ def pair(
 ) -> list[Tensor]:  # fmt: skip
     """For each value q [layers, rows, columns], its transpose [layers, columns, rows] and f32[layers] scales; then, if
     `seen`, f32[values · layers], the largest absolute values of now (those given say the scales)."""
-    x, y, z = (v.contiguous() if v is not None else None for v in (x, y, z))
-    amax1, amax2 = (a.contiguous() if a is not None else None for a in (amax1, amax2))
+    x, y, z = x.contiguous(), *(v.contiguous() if v is not None else None for v in (y, z))
+    amax1, amax2 = amax1.contiguous(), amax2.contiguous() if amax2 is not None else None
     results = _empty(x, kind, layers, rows, dtype, seen)
     columns = x.numel() // layers // rows
     made = results[:3] if _values(kind) == 1 else results[:6]

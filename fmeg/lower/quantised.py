@@ -101,7 +101,8 @@ def quantise_once(program: Program) -> Program:
     return whole.program(program)
 
 
-# -- operands as products read them -------------------------------------------------------------------------------------
+# -- operands as products read them
+# -------------------------------------------------------------------------------------
 def _turned(node: Node, i: int) -> int | None:
     """How many of its leading dimensions a product contracts of operand i, where it reads it transposed."""
     names, mm = parse_equation(node.args[0])[0][i], as_matmul(node.args[0])
@@ -185,7 +186,8 @@ def _pairs(body: Body) -> None:
                 _pair_up(body, n, rows)
 
 
-# -- producers ----------------------------------------------------------------------------------------------------------
+# -- producers
+# ----------------------------------------------------------------------------------------------------------
 def _producers(body: Body) -> None:
     """Pairs that are the only readers, with what finds the largest, of a norm or a gated activation."""
     for n in list(body.nodes):
@@ -270,7 +272,8 @@ def _depends(v: Value, node: Node, maker: dict[int, Node]) -> bool:
     return False
 
 
-# -- scans --------------------------------------------------------------------------------------------------------------
+# -- scans
+# --------------------------------------------------------------------------------------------------------------
 class _Scans:
     """A scan and its backward pass, and the Program around them."""
 
@@ -390,7 +393,7 @@ class _Scans:
             self.xs.append((turned_stack, turned))
             self.f.feed(old, turned, rows)
         self.f.substitute({id(old): fresh})
-        for v, stand_in in [k for k in self.kept if k[0] is old]:
+        for stand_in in [s for v, s in self.kept if v is old]:
             self.kept = [k for k in self.kept if k[1] is not stand_in]
             again = Value(old.type, name=stand_in.name)
             self.ys.append((stack, again))
@@ -407,31 +410,20 @@ class _Scans:
         head, consts = self.parts
         self.xs, program = _pruned(self.f, f.body, self.xs, lambda xs: [*head, *xs, *consts])
         args = self.forward.args
-        start, stop = f.n_carry, f.n_carry + f.n_xs
-        new = replace(f, body=program, n_xs=len(self.xs))
-        given = (*args[:start], *(v for v, _ in self.xs), *args[stop:])
-        swapped = Node(
-            new,
-            given,
-            self.forward.kwargs,
-            self.forward.outs,
-            self.forward.source,
-            self.forward.phase,
-            self.forward.tags,
-        )
-        self.around.exchange([self.forward], [*self.before, swapped])
+        given = (*args[: f.n_carry], *(v for v, _ in self.xs), *args[f.n_carry + f.n_xs :])
+        op: Any = replace(f, body=program, n_xs=len(self.xs))
+        self.around.exchange([self.forward], [*self.before, _like(self.forward, op, given)])
         first, last = self.rest
         stand_ins = [s for _, s in self.kept]
         self.ys, program = _pruned(self.b, b.body, self.ys, lambda xs: [*first, *stand_ins, *xs, *last])
         args = self.backward.args
-        new = replace(b, body=program, n_residuals=len(self.kept), n_xs=len(self.ys))
-        given = (
-            *args[:3],
-            [v for v, _ in self.ys] if isinstance(args[3], list) else tuple(v for v, _ in self.ys),
-            *args[4:],
-        )
-        n = self.backward
-        self.around.exchange([n], [Node(new, given, n.kwargs, n.outs, n.source, n.phase, n.tags)])
+        op = replace(b, body=program, n_residuals=len(self.kept), n_xs=len(self.ys))
+        given = (*args[:3], type(args[3])(v for v, _ in self.ys), *args[4:])
+        self.around.exchange([self.backward], [_like(self.backward, op, given)])
+
+
+def _like(n: Node, op: Any, args: tuple) -> Node:
+    return Node(op, args, n.kwargs, n.outs, n.source, n.phase, n.tags)
 
 
 def _pruned(

@@ -1,5 +1,5 @@
-"""What products in FP8 read, made in fewer passes: a value quantised as it lies and transposed at once (`pair`), and the
-largest value of what a norm or a gated activation gives without writing it (`largest`).
+"""What products in FP8 read, made in fewer passes: a value quantised as it lies and transposed at once (`pair`), and
+the largest value of what a norm or a gated activation gives without writing it (`largest`).
 
 Values by `kind`, from their operands: "plain" (x), "rms_norm" (x, weight or None), "swiglu" (gate, up) and "swiglu_bwd"
 (gate, up, cotangent), which are two. Scales are one a tensor, or one for each index of the `lead` first dimensions.
