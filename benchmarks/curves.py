@@ -35,7 +35,7 @@ from fmeg.data.tokenizer import train_bpe
 from fmeg.models import llama
 
 RESULTS = Path(__file__).parent / "results"
-STEPS, ROWS, SEQ, VOCAB, RATE = 200, 8, 128, 2048, 4e-3
+STEPS, ROWS, SEQ, VOCAB, RATE = 200, 8, 128, 2048, 1e-3
 CONFIG = llama.Config(vocab_size=VOCAB, embed=128, layers=4, heads=4, kv_heads=4, head_dim=32, ff=384, tied=True)
 TINY = dataclasses.replace(CONFIG, embed=32, layers=2, heads=2, kv_heads=2, head_dim=16, ff=64)
 MEGATRON: Any = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
@@ -97,7 +97,7 @@ def train(run: Run, tiny: bool) -> list[float]:
     wide = torch.promote_types(run.dtype, torch.float32)
     cfg = dataclasses.replace(TINY if tiny else CONFIG, dtype=wide, compute_dtype=run.dtype)
     mesh = Mesh(run.mesh)
-    rate = optim.linear(RATE, STEPS, warmup=STEPS // 20)
+    rate = optim.linear(RATE, STEPS, warmup=STEPS // 10)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate, b2=0.95, weight_decay=0.1))
     axes = llama.logical_axes(cfg)
 
