@@ -111,7 +111,7 @@ def offload(*names: str, rest: str | Policy = "none") -> Policy:
 
     They leave after their layer has run and come back one layer ahead, on a stream of their own. Those of the last
     layer, which is the first to go back, stay. Values with these tags are kept even where others of their kind would
-    be computed again.
+    be computed again. Only what a scan's layers keep leaves, and in a pipeline nothing does.
 
     rest   the policy by which the other values are kept
 
