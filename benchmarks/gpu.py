@@ -1,8 +1,7 @@
 """Training speed on GPUs, beside peers, in one run on one machine.
 
     python -m benchmarks.gpu one D1 --mode inductor [--steps 14] [--profile trace.json]   # one model in this process
-    python -m benchmarks.gpu suite D1 D2 --peers DIR --json results.json                  # fmeg and peers, one after
-    the other
+    python -m benchmarks.gpu suite D1/inductor D2/cudagraph D2/cudagraph/tensorwise --peers DIR --json results.json
 
 Models: D1 = Llama of 1.50 B parameters (16 layers, 2048 wide, 128256 words), 8 x 4096 tokens; D2 = 8 layers of
 Llama-3-8B's width, 2 x 8192 tokens; M1 = 4 layers of Qwen3-30B-A3B's width (128 experts, 8 a token), 32768 words,
@@ -200,60 +199,73 @@ def profiled(run: Any, path: str) -> None:
     p.export_chrome_trace(path)
 
 
-def peer(name: str, model: str, folder: str) -> Row | None:
-    """Run a peer's program for the same model and read what it printed."""
+def peer(name: str, model: str, folder: str, low: bool) -> Row | None:
+    """Run a peer's program for the same model, in FP8 if `low`, and read what it printed. Its packages:
+    `folder`/site."""
     cfg, (rows, seq) = MODELS[model]
+    if name == "torchtitan" and (low or model not in FLAVORS):
+        return None
     text = MCORE if name == "megatron-core" else TITAN
     fields = {**vars(cfg), "seq": seq, "rows": rows, "flavor": FLAVORS.get(model)}
     if isinstance(cfg, moe.Config):
         fields |= {"ff": cfg.expert_ff, "top_k": cfg.router.top_k}
         text += EXPERTS + (" --force-balance" if cfg.router.select == "balanced" else "")
-    line = text.format(**fields)
-    program, *arguments = line.split()
-    done = subprocess.run(
-        [sys.executable, os.path.join(folder, program), *arguments], capture_output=True, text=True, check=False
-    )
-    out = done.stdout + done.stderr
-    if name == "megatron-core":
-        rates = [float(x) for x in re.findall(r"([\d.]+) tok/s", out)]
-        peaks = [float(x) for x in re.findall(r"peak ([\d.]+) GiB", out)]
-    else:
-        clean = re.sub(r"\x1b\[[0-9;]*m", "", out)
-        rates = [float(x.replace(",", "")) for x in re.findall(r"tps: ([\d,]+)", clean)]
-        peaks = [float(x) for x in re.findall(r"memory: *([\d.]+)GiB", clean)]
-    if not rates:
+    program, *arguments = (text + (" --fp8 tensorwise" if low else "")).format(**fields).split()
+    command = [sys.executable, os.path.join(folder, program), *arguments]
+    env = {**os.environ, "PYTHONPATH": os.path.join(folder, "site"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    titan = name == "torchtitan"
+    rates = [float(x.replace(",", "")) for x in re.findall(r"tps: ([\d,]+)" if titan else r"([\d.]+) tok/s", out)]
+    peaks = [float(x) for x in re.findall(r"memory: *([\d.]+)GiB" if titan else r"peak ([\d.]+) GiB", out)]
+    if not rates or not peaks:
         print(f"{name} {model} failed:\n{out[-2000:]}", flush=True)
         return None
-    warm = rates[WARM:] if name == "megatron-core" else rates[-2:]
-    tokens = statistics.median(warm)
+    tokens = statistics.median(rates[-2:] if titan else rates[WARM:])
     mfu = tokens * model_of(cfg).flops_per_token(cfg, seq) / PEAK
-    return Row(model, "compiled" if name == "torchtitan" else "TE", name, tokens, mfu, int(peaks[-1] * 2**30))
+    mode = "compiled" if titan else "TE, fp8 tensorwise" if low else "TE"
+    return Row(model, mode, name, tokens, mfu, int(peaks[-1] * 2**30))
 
 
-def suite(models: list[str], modes: list[str], folder: str | None, path: str) -> None:
-    """fmeg in each mode, each in a process of its own, and the peers; ratios to the fastest peer."""
+@dataclass(frozen=True)
+class Case:
+    """What one process of fmeg's measures: "model/mode", or "model/mode/recipe" in FP8."""
+
+    model: str
+    mode: str
+    recipe: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        case = cls(*text.split("/"))
+        if case.model not in MODELS:
+            raise argparse.ArgumentTypeError(f"{text!r}: the model must be one of {', '.join(MODELS)}")
+        return case
+
+    def run(self) -> Row | None:
+        fp8 = ["--fp8", self.recipe] if self.recipe else []
+        command = [sys.executable, "-m", "benchmarks.gpu", "one", self.model, "--mode", self.mode, *fp8]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        found = re.findall(r"^ROW (.*)$", done.stdout, re.M)
+        if not found:
+            print(f"{self} failed:\n{done.stdout[-1500:]}", flush=True)
+            return None
+        return Row(**json.loads(found[0]))
+
+
+def suite(cases: list[Case], names: list[str], folder: str | None, path: str) -> None:
+    """fmeg's cases, each in a process of its own, after the peers for the same work; ratios to the fastest peer."""
     rows: list[Row] = []
-    for model in models:
-        here: list[Row] = []
-        for mode in modes:
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.gpu", "one", model, "--mode", mode],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            found = re.findall(r"^ROW (.*)$", done.stdout, re.M)
-            if found:
-                here.append(Row(**json.loads(found[0])))
-        if folder:
-            names = ("megatron-core", "torchtitan") if model in FLAVORS else ("megatron-core",)
-            here += [r for name in names if (r := peer(name, model, folder)) is not None]
-        best = max((r.tokens_s for r in here if r.peer != "fmeg"), default=0.0)
-        rows += [replace(r, ratio=r.tokens_s / best if best else 0.0) for r in here]
-        for r in rows[-len(here) :]:
+    for model, low in dict.fromkeys((c.model, bool(c.recipe)) for c in cases):
+        peers = [p for n in names if folder and (p := peer(n, model, folder, low)) is not None]
+        best = max((p.tokens_s for p in peers), default=0.0)
+        ours = [r for c in cases if (c.model, bool(c.recipe)) == (model, low) and (r := c.run()) is not None]
+        here = [replace(r, ratio=r.tokens_s / best if best else 0.0) for r in (*peers, *ours)]
+        for r in here:
             gib = f"{r.peak_bytes / 2**30:.1f} GiB (predicted {r.predicted_bytes / 2**30:.1f})"
             print(f"{r.model} {r.peer} {r.mode}: {r.tokens_s:.0f} tokens/s, mfu {r.mfu:.3f}, {gib}, "
-                  f"ratio {r.ratio:.3f}", flush=True)  # fmt: skip
+                  f"ratio {r.ratio:.3f}, first step {r.first_step_s:.1f} s", flush=True)  # fmt: skip
+        rows += here
         with open(path, "w") as f:
             json.dump([asdict(r) for r in rows], f, indent=1)
 
@@ -270,9 +282,9 @@ def main() -> None:
     a.add_argument("--storage", choices=STORAGE, default="float32", help="parameters: float32, or bf16 and how")
     a.add_argument("--lowering", help="te: TransformerEngine's kernels")
     b = commands.add_parser("suite")
-    b.add_argument("models", nargs="+", choices=MODELS)
-    b.add_argument("--modes", nargs="+", default=["inductor"])
-    b.add_argument("--peers")
+    b.add_argument("cases", nargs="+", type=Case.parse, help="model/mode or model/mode/recipe")
+    b.add_argument("--peers", help="folder with the peers' programs")
+    b.add_argument("--names", nargs="+", default=["megatron-core", "torchtitan"], help="which peers")
     b.add_argument("--json", default="gpu.json")
     args = parser.parse_args()
     if args.command == "one":
@@ -283,7 +295,7 @@ def main() -> None:
             )
         )
     else:
-        suite(args.models, args.modes, args.peers, args.json)
+        suite(args.cases, args.names, args.peers, args.json)
 
 
 if __name__ == "__main__":
