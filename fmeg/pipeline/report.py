@@ -16,7 +16,7 @@ from fmeg.program.printing import size
 from fmeg.sharding.local import LocalScanBackward
 
 if TYPE_CHECKING:
-    from fmeg.step.jit import Lowered
+    from fmeg.step.lowered import Lowered
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from fmeg.step.finite import check_finite
 from fmeg.step.grad import amax_history, value_and_grad
-from fmeg.step.jit import Jitted, Lowered, jit
+from fmeg.step.jit import Jitted, jit
+from fmeg.step.lowered import Lowered
 from fmeg.step.shard_map import shard_map
 from fmeg.step.state import Axes, TrainState
 

@@ -13,7 +13,7 @@ from fmeg.lower import lower
 from fmeg.models import moe, presets
 from fmeg.sharding.execute import Executable
 from fmeg.sharding.local import LocalScan, LocalScanBackward
-from fmeg.step.jit import Compiled
+from fmeg.step.lowered import Compiled
 from tests.ops.experts import AXES, BATCH_AXES, problem, step
 
 

@@ -14,7 +14,7 @@ from fmeg.pipeline import Costs, Schedule, by_name, record
 from fmeg.pipeline.comms import with_parameters
 from fmeg.pipeline.op import LocalPipeline, start_early
 from fmeg.sharding.execute import Executable
-from fmeg.step.jit import _place
+from fmeg.step.lowered import _place
 from tests.pipeline.test_runtime import batch, config, run, same
 
 LAYOUTS = {

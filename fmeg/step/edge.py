@@ -1,0 +1,76 @@
+"""What enters and leaves a jitted function: one `Leaf` a tensor, and where the layout places it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fmeg import tree
+from fmeg.program.errors import ShardingError
+from fmeg.program.ir import TensorType
+from fmeg.program.trace import type_of
+from fmeg.sharding.spec import Layout, resolve
+from fmeg.sharding.value import Placement, count, local_size
+from fmeg.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor at the edge: its path, type, role ("params", "opt" or "data") and logical axes."""
+
+    path: str
+    type: TensorType
+    role: str
+    axes: tuple[str | None, ...]
+    note: str = ""  # for errors: where the type comes from
+
+
+def state_leaves(state: TrainState, prefix: str) -> list[Leaf]:
+    """The tensors of a TrainState in tree order, with their roles and axes."""
+    out = []
+    for path, x in zip(tree.paths(state), tree.leaves(state), strict=True):
+        t = type_of(x)
+        if t is None:
+            continue
+        head, _, rest = path.partition(".")
+        role = head if head in ("params", "opt") else "data"
+        names = state.axes.lookup(rest, len(t.shape)) if role != "data" else None
+        if names is not None and role == "opt":  # factored moments keep the parameter's rank, with dimensions of size 1
+            names = tuple(None if n == 1 else name for name, n in zip(names, t.shape, strict=True))
+        out.append(Leaf(f"{prefix}.{path}", t, role, names or (None,) * len(t.shape)))
+    return out
+
+
+def of_layers(leaf: Leaf) -> bool:
+    """Whether a leaf is a stack of layers: its first axis is `layers`, or such as `dense_layers`."""
+    name = leaf.axes[0] if leaf.axes else None
+    return name is not None and (name == "layers" or name.endswith("_layers"))
+
+
+def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: str) -> Placement:
+    """Placement of a leaf in a view. ShardingError in the style of JAX if a dimension does not divide.
+
+    Stacked layers that do not divide are whole in a function without a pipeline: which rank has which is for a schedule
+    to say.
+    """
+    dims = resolve(leaf.axes, layout.view(view), sizes, f"jit({fn}): {leaf.path}, in the {view} view")
+    if of_layers(leaf) and local_size(leaf.type.shape[0], dims[0], sizes) is None:
+        dims = ((), *dims[1:])
+    for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
+        parts = count(axes, sizes)
+        if local_size(n, axes, sizes) is None:
+            over = ", ".join(f"{a!r} (size {sizes[a]})" for a in axes)
+            raise ShardingError(
+                f"jit({fn}): {leaf.path} of type {leaf.type}{leaf.note} has logical axes {leaf.axes}; the {view} view "
+                f"puts axis {leaf.axes[d]!r} (dimension {d}, of size {n}) on the mesh axis {over}, but "
+                f"{parts} does not evenly divide {n}. {KV_HEADS if leaf.axes[d] == 'kv_heads' else RESIZE}"
+            )
+    return Placement(dims)
+
+
+RESIZE = "Change the mesh or the layout, or pad the dimension by an amount that does not depend on the layout"
+KV_HEADS = (
+    'Split the mesh axis, as in Mesh(tk=2, tr=2) with Layout(heads=("tk", "tr"), kv_heads="tk"), or replicate the keys '
+    "and values: kv_heads=()"
+)
+VIEW_OF = {"params": "params", "opt": "opt", "data": "compute"}
