@@ -101,10 +101,10 @@ class Cutter:
     """Cuts one body; see the module docstring.
 
     params  indices of the inputs that are parameters
-    staged  by index of those of them that are stacks of layers, the number of their scan; at run time a stage is given
-            its own rows
+    layered by index of those of them that are stacks of layers, the number of their scan; at run time a stage is given
+            its own rows, of a stack of one layer that one
     n_sums  how many of the outputs are sums of the loss function (the others are gradients)
-    stacked by index of the outputs that are stacks of layers, the number of their scan
+    stacked by index of the outputs that are stored by stage, the number of their scan
 
     A stage holds its own layers of a stack, so outside the scans only operations that keep the layers apart may use
     one.
@@ -114,13 +114,13 @@ class Cutter:
         self,
         body: Program,
         params: Sequence[int],
-        staged: Mapping[int, int],
+        layered: Mapping[int, int],
         n_sums: int,
         stacked: Mapping[int, int],
     ) -> None:
         self.body, self.n_sums, self.stacked = body, n_sums, dict(stacked)
         forward = [n for n in body.nodes if n.phase == "F"]
-        self.rows = rows_of(forward, {id(body.inputs[i]): k for i, k in staged.items()})
+        self.rows = rows_of(forward, {id(body.inputs[i]): k for i, k in layered.items()})
         self.scans = [n for n in forward if scan_of(n.op) and any(id(v) in self.rows for v in xs_of(n))]
         self.number = {id(n): k for k, n in enumerate(self.scans)}
         self.handles = {id(n.outs[-1]): k for k, n in enumerate(self.scans) if n.op.keeps}
@@ -159,7 +159,8 @@ class Cutter:
                 raise ScheduleError(
                     "pipeline: the loss function returns a stack of layers, which lies on several stages"
                 )
-            assert (id(o) in self.places.apart) == (i in self.stacked), "outputs are stacks of layers or not, in both"
+            stored = id(o) in self.places.apart and self.lengths[self.places.apart[id(o)] - 1] > 1
+            assert stored == (i in self.stacked), "what is stored by stage is known before partitioning"
 
     def _check_scan(self, n: Node, on: set[int]) -> None:
         xs, number = xs_of(n), self.number[id(n)]
@@ -219,7 +220,7 @@ class Cutter:
                 self._need(n.operands(), where, n)
                 nodes.append(self.copy(n, swap, nodes, where, self.places.shared))
         back = Backward(self, where)
-        sums = tuple(i for i in range(self.n_sums) if (self._has_rows(i, where) if i in self.stacked else last))
+        sums = tuple(i for i, o in enumerate(self.body.outputs[: self.n_sums]) if self._gives(o, where))
         results = (
             *leaving,
             *(swap.get(id(o), o) for o in (self.body.outputs[i] for i in sums)),
@@ -231,8 +232,10 @@ class Cutter:
             forward, back.program(), sums, tuple(back.gradients), len(leaving), len(back.cts_out), arriving, span
         )
 
-    def _has_rows(self, output: int, where: Where) -> bool:
-        return where.has(self.stacked[output])
+    def _gives(self, output: Value, where: Where) -> bool:
+        """Whether a stage gives a sum: the last one does, and what a scan stacks whoever runs it."""
+        apart = self.places.apart.get(id(output))
+        return where.last if apart is None else where.has(apart - 1)
 
     def _runs(self, n: Node, where: Where) -> bool:
         return not n.outs or self.has(n.outs[0], where)
@@ -276,7 +279,7 @@ class Cutter:
     def cut_rows(self, v: Value, part: Span, swap: dict[int, Any], nodes: list[Node]) -> Value:
         """The rows of some layers: a stage's own as they are, whole stacks cut."""
         w = swap.get(id(v), v)
-        if id(v) in self.rows or part == (0, v.shape[0]):
+        if id(v) in self.rows or part == (0, v.shape[0]) or v.shape[0] == 1:
             return w
         node = Node(aten.slice.Tensor, (w, 0, *part), {}, phase="F")
         node.outs = (Value(TensorType((part[1] - part[0], *v.shape[1:]), v.dtype), node, placement=v.placement),)

@@ -49,10 +49,11 @@ class Storage:
     @classmethod
     def of(cls, axis: str, plan: Plan) -> Storage:
         orders = tuple(
-            None if order == tuple(range(n)) else order for n, order in zip(plan.lengths, plan.orders, strict=True)
+            None if n == 1 or order == tuple(range(n)) else order
+            for n, order in zip(plan.lengths, plan.orders, strict=True)
         )
         uneven = {
-            n: rows for n, rows, order in zip(plan.lengths, plan.rows, plan.orders, strict=True) if len(order) != n
+            n: rows for n, rows, order in zip(plan.lengths, plan.rows, plan.orders, strict=True) if len(order) != n > 1
         }
         return cls(axis, plan.lengths, orders, tuple(uneven.items()))
 
@@ -156,9 +157,10 @@ class LocalPipeline:
     batched: tuple[bool, ...]
     axis: str
     params: tuple[int, ...]
-    staged: Mapping[int, int]  # inputs that are stacks of layers -> their scan
+    layered: Mapping[int, int]  # inputs that are stacks of layers -> their scan
+    staged: Mapping[int, int]  # those of them that are stored by stage
     n_sums: int
-    stacked: Mapping[int, int]  # outputs that are: gradients of stacks, and what scans stack -> their scan
+    stacked: Mapping[int, int]  # outputs that are stored by stage: gradients, and what scans stack -> their scan
     reductions: Reductions = field(default_factory=Reductions)
     gathers: Mapping[int, tuple[Move, ...]] = field(default_factory=dict)  # by input, begun by GATHER
     name: str = "pipeline"
@@ -185,9 +187,9 @@ class _Partition:
     def run(self) -> None:
         part, op, child = self.part, self.op, self.child
         operands = [part.placed(v) for v in self.node.operands()]
-        layered = [i for i, p in enumerate(operands) if self._is_stack(p)]
+        layered = [i for i, p in enumerate(operands) if p.in_use is not None and p.layers]
         stacks = op.stacks(layered, self.axis)
-        staged, stacked = stacks.of, stacks.stacked
+        staged, stacked = stacks.staged, stacks.stacked
         inputs, args, params = [], [], []
         for i, (v, p, batched) in enumerate(zip(op.body.inputs, operands, op.batched, strict=True)):
             own = p.in_use is not None
@@ -217,6 +219,7 @@ class _Partition:
             op.batched,
             self.axis,
             tuple(params),
+            stacks.of,
             staged,
             n_sums,
             stacked,
@@ -230,14 +233,12 @@ class _Partition:
             summed = i < n_sums and (inner.reduced or not inner.home.pending)  # over microbatches and stages
             part.define(o, placement, value, reduced=summed)
 
-    def _is_stack(self, p: Placed) -> bool:
-        return p.in_use is not None and p.layers and p.home.dims[0] == (self.axis,)
-
     def _at_start(self, p: Placed, home: Placement) -> Placement:
         """Where a parameter lies when the pipeline is given it: where it is used, if the schedule gathers."""
         if p.in_use is None or not self.gathers:
             return home
-        return Placement((home.dims[0], *p.in_use.dims[1:])) if self._is_stack(p) else self._off(p.in_use)
+        staged = p.layers and home.dims[0] == (self.axis,)
+        return Placement((home.dims[0], *p.in_use.dims[1:])) if staged else self._off(p.in_use)
 
     def _off(self, p: Placement) -> Placement:
         """Whole along the pipeline's axis."""
@@ -260,7 +261,7 @@ class _Runner:
 
     def __init__(self, op: LocalPipeline, backend: Any, mode: Mode) -> None:
         self.op, self.ranks, self.mode = op, ranks_of(backend, op.axis), mode
-        cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
+        cutter = Cutter(op.body, op.params, op.layered, op.n_sums, op.stacked)
         schedule, spans = op.plan.schedule, op.plan.spans
         if op.reductions.moves:
             schedule = with_parameters(schedule, ["REDUCE"])

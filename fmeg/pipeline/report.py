@@ -80,7 +80,7 @@ def memory_report(lowered: Lowered) -> MemoryReport:
         )
     (op,) = found
     schedule, spans = op.plan.schedule, op.plan.spans
-    cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
+    cutter = Cutter(op.body, op.params, op.layered, op.n_sums, op.stacked)
     rows = []
     for s, rank in enumerate(schedule.rank_of):
         stage = cutter.stage(spans[s], s == 0, s == schedule.stages - 1)

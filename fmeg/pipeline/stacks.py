@@ -15,19 +15,29 @@ from fmeg.program.ir import Node, Program, Value
 class Stacks:
     """The scans over layers of a body, in order, and what has a row a layer of one of them.
 
-    scans   forward nodes
-    of      by index of each input that is a stack of layers, the number of its scan, from 0
-    stacked by index of each output that is one (gradients of stacks, and what scans stack), the number of its scan
+    scans    forward nodes
+    of       by index of each input that is a stack of layers, the number of its scan, from 0
+    outputs  by index of each output that is one (gradients of stacks, and what scans stack), the number of its scan
     """
 
     scans: tuple[Node, ...]
     of: Mapping[int, int]
-    stacked: Mapping[int, int]
+    outputs: Mapping[int, int]
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many layers each scan has."""
         return tuple(length_of(n) for n in self.scans)
+
+    @property
+    def staged(self) -> dict[int, int]:
+        """Of `of`, the inputs that are stored by stage: a stack of one layer is not, since nothing can be cut."""
+        return {i: k for i, k in self.of.items() if self.lengths[k] > 1}
+
+    @property
+    def stacked(self) -> dict[int, int]:
+        """Of `outputs`, those that are stored by stage."""
+        return {i: k for i, k in self.outputs.items() if self.lengths[k] > 1}
 
 
 def length_of(scan: Node) -> int:
@@ -89,9 +99,9 @@ def find_stacks(body: Program, layered: Sequence[int], owners: Mapping[int, int]
     kinds = {id(v): frozenset("p" if i in of or i in owners.values() else "b") for i, v in enumerate(body.inputs)}
     sums = [o for i, o in enumerate(body.outputs) if i not in owners]
     apart = place(forward, kinds, sums, scans)[0].apart
-    stacked = {i: of[k] for i, k in owners.items() if k in of}
-    stacked.update({i: apart[id(o)] - 1 for i, o in enumerate(sums) if id(o) in apart})
-    return Stacks(tuple(scans), of, stacked)
+    outputs = {i: of[k] for i, k in owners.items() if k in of}
+    outputs.update({i: apart[id(o)] - 1 for i, o in enumerate(sums) if id(o) in apart})
+    return Stacks(tuple(scans), of, outputs)
 
 
 def rows_of(nodes: Iterable[Node], stacks: Mapping[int, int]) -> dict[int, int]:

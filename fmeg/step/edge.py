@@ -10,7 +10,7 @@ from fmeg.program.errors import ShardingError
 from fmeg.program.ir import TensorType
 from fmeg.program.trace import type_of
 from fmeg.sharding.spec import Layout, resolve
-from fmeg.sharding.value import Placement, count, local_size
+from fmeg.sharding.value import Placement, Sizes, count, local_size
 from fmeg.step.state import TrainState
 
 
@@ -58,6 +58,19 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
         dims = ((), *dims[1:])
     for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
         parts = count(axes, sizes)
+        if (
+            isinstance(sizes, Sizes)
+            and axes == (sizes.axis,)
+            and n in sizes.stored
+            and not (of_layers(leaf) and d == 0)
+        ):
+            raise ShardingError(
+                f"jit({fn}): {leaf.path}, in the {view} view, puts axis {leaf.axes[d]!r}, of size {n}, on the "
+                "pipeline's "
+                f"axis {sizes.axis!r}, along which {n} layers are stored unevenly; the two cannot be told apart. Cut "
+                "the "
+                "layers evenly, or put the axis elsewhere"
+            )
         if local_size(n, axes, sizes) is None:
             over = ", ".join(f"{a!r} (size {sizes[a]})" for a in axes)
             raise ShardingError(

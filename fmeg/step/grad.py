@@ -101,7 +101,7 @@ def value_and_grad(
     `schedule` (a name such as "1f1b", see `fmeg.pipeline`, or a Schedule) says how the microbatches run where the
     layout puts `layers` on a mesh axis; elsewhere it changes nothing. `stages` cuts the layers: "even", "cost" (by
     FLOPs, the head counted), measured costs (`fmeg.pipeline.Recording.layer_costs`), numbers such as (3, 3, 2), or a
-    drawing such as "Et*3|t*3|ttL".
+    drawing such as "Et*3|t*3|ttL"; layers are those of all scans over layers, one after the other.
 
     `precision` (see `fmeg.precision`) says which products run in FP8 or less; the loss function is as it was. With
     delayed scaling the returned function takes `amax=` too, what earlier steps saw (see `amax_history`), and

@@ -46,7 +46,7 @@ def partition(
     differentiated = any(isinstance(n.op, Accumulate) for n in program.nodes)
     blocks = _blocks(program)
     inputs, placements = [], []
-    for v, leaf, b in zip(program.inputs, edge, blocks, strict=True):
+    for i, (v, leaf, b) in enumerate(zip(program.inputs, edge, blocks, strict=True)):
         rows, shown = leaf.type.shape[0] // b if b > 1 else 0, leaf
         if b > 1:
             note = (
@@ -57,7 +57,7 @@ def partition(
         home = place(shown, layout, sizes, VIEW_OF[leaf.role], name)
         placed = Placed(v.type, home, blocks=b)
         if leaf.role == "params":
-            placed.layers = of_layers(leaf)
+            placed.layers = i in layered
             placed.in_use = place(leaf, layout, sizes, "compute", name)
             placed.opt = place(leaf, layout, sizes, "opt", name)
             placed.grads = place(leaf, layout, sizes, "grads", name) if layout.grads else None

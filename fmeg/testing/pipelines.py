@@ -23,12 +23,16 @@ class PipelineCase(Case):
     stages  as for `fmeg.value_and_grad`
     layers  of the model
     rows    of the batch
+    preset  the model, where it is not the one that the matrix is for
+    stacks  layers of its other scans, by the name of their axis
     """
 
     schedule: str | None = "1f1b"
     stages: str | tuple[int, ...] = "even"
     layers: int = 4
     rows: int = ROWS
+    preset: str = ""
+    stacks: tuple[tuple[str, int], ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -63,6 +67,33 @@ def _odd() -> Iterator[PipelineCase]:
         yield alone(schedule, 4, microbatches, rows=2 * microbatches)
 
 
+SCANS = (("dense_layers", 2), ("mtp_layers", 1))
+
+
+def several(schedule: str, pp: int, stages: str | tuple[int, ...] = "even", **changes: Any) -> PipelineCase:
+    """A model with three scans over layers, 2 dense ones, 3 with experts, 1 that predicts a further token, whose stages
+    are cut anywhere; `changes`: mesh axes, and what else of the layout."""
+    axes: dict[str, int] = {name: changes.pop(name) for name in ("dp", "tp") if name in changes}
+    layout = Layout(layers="pp", dense_layers="pp", mtp_layers="pp", **changes)
+    name = " ".join(["scans 2+3+1", *(f"{axis}{n}" for axis, n in axes.items()), *map(str, changes.get("params", ()))])
+    case = PipelineCase(name, Mesh({"pp": pp, **axes}), layout, 4, schedule, stages, layers=3, stacks=SCANS)
+    return replace(case, name=f"pp{pp} {schedule} stages {_text(stages)} {name}", preset="deepseek-v3")
+
+
+def _several() -> Iterator[PipelineCase]:
+    """Every schedule over several scans, then cuts of every kind, then with other axes."""
+    yield from (several(name, 2) for name in NAMES)
+    for stages in ("cost", (1, 2, 3), (0, 2, 4), (5, 1, 0), (2, 0, 4), "Ett|ttt|mL"):
+        yield several("1f1b", 3, stages)
+    yield several("zb_h1", 3, (3, 3, 0))
+    yield several("zb_v", 2, (1, 2, 2, 1))
+    tensor: dict[str, Any] = dict(heads="tp", ff="tp", vocab="tp", shared_ff="tp", res_seq="tp", experts="tp")
+    yield several("1f1b", 2, (4, 2), dp=2, batch="dp", experts="dp")
+    yield several("zb_v", 2, tp=2, **tensor)
+    yield several("interleaved_1f1b", 2, dp=2, batch="dp", params=dict(embed="dp", expert_embed="dp"))
+    yield several("dualpipe_v", 2, dp=2, tp=2, batch="dp", opt=dict(embed="dp"), **tensor)
+
+
 def _over(case: Case, pp: int, schedule: str, microbatches: int) -> PipelineCase:
     """A case of the other matrix on each of `pp` ranks."""
     old = case.layout
@@ -79,7 +110,8 @@ def _over(case: Case, pp: int, schedule: str, microbatches: int) -> PipelineCase
 def pipeline_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[PipelineCase]:
     """The pipeline matrix for a model whose other matrix is `cases(sizes)`, on meshes of at most `devices`.
 
-    Every schedule alone on 2 and 4 ranks; what is odd about stages and microbatches; then pp=2 over every layout of the
+    Every schedule alone on 2 and 4 ranks; what is odd about stages and microbatches; a model with several scans over
+    layers; then pp=2 over every layout of the
     other matrix without microbatches of its own, and pp=4 over those that then have 16 devices or, with devices=32, 32:
     schedules take turns.
 
@@ -88,7 +120,7 @@ def pipeline_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Pipe
     >>> len(found) > 100, {case.schedule for case in found} == set(NAMES)
     (True, True)
     """
-    every = [*(alone(name, pp) for pp in (2, 4) for name in NAMES), *_odd()]
+    every = [*(alone(name, pp) for pp in (2, 4) for name in NAMES), *_odd(), *_several()]
     if devices >= 32:
         every += [alone(name, pp, 16, layers=16) for pp, name in ((8, "zb_v"), (8, "dualpipe_v"), (16, "1f1b"))]
     yield from (case for case in every if case.mesh.size <= devices)
@@ -100,5 +132,5 @@ def pipeline_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Pipe
 
 
 def configured(case: Case, cfg: Any) -> Any:
-    """The model that a case is about."""
-    return replace(cfg, layers=case.layers) if isinstance(case, PipelineCase) else cfg
+    """The model that a case is about, given the one of its preset."""
+    return replace(cfg, layers=case.layers, **dict(case.stacks)) if isinstance(case, PipelineCase) else cfg

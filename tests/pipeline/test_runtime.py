@@ -162,7 +162,7 @@ def test_the_weights_part_repeats_nothing_but_cheap_operations_and_holds_product
         params, batch()
     )
     (op,) = [n.op for n in lowered.program.nodes if isinstance(n.op, LocalPipeline)]
-    cutter = Cutter(op.body, op.params, op.staged, op.n_sums, op.stacked)
+    cutter = Cutter(op.body, op.params, op.layered, op.n_sums, op.stacked)
     stage = cutter.stage((2, 4), False, True)
     halves = halve_stage(stage, len(op.body.inputs))
     first = {id(n) for n in halves.first.nodes}

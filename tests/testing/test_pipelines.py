@@ -31,12 +31,15 @@ def test_wider_meshes_on_request():
     assert max(c.mesh.size for c in pipeline_cases(sizes_of(CFG), devices=4)) == 4
 
 
-@pytest.mark.parametrize("end", ["layers 7 stages 4-1-2", "zb_v m5 rows 10 layers 8", " tp2+sp", " zero3 ring2 tp2"])
+ENDS = ["layers 7 stages 4-1-2", "zb_v m5 rows 10 layers 8", " tp2+sp", " zero3 ring2 tp2", "5-1-0 scans 2+3+1"]
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_rows(end):
     case = next(c for c in FOUND if c.name.endswith(end))
     row = check(case, CFG, steps=2)
     assert row.ok and not row.error and row.schedule == case.schedule
-    assert row.grad_error == 0 or not case.exact
+    assert row.grad_error == 0 or not case.exact or case.preset
 
 
 def test_one_bit_is_enough_to_fail(monkeypatch):
@@ -55,7 +58,7 @@ def test_one_bit_is_enough_to_fail(monkeypatch):
     exact = alone("1f1b", 2, 4)
     row = check(exact, CFG, steps=1)
     assert not row.error and 0 < row.grad_error < 1e-14 and not row.ok
-    (loose,) = [c for c in FOUND if not c.exact and c.name.endswith(" dp2") and c.mesh.size == 4]
+    (loose,) = [c for c in FOUND if not c.exact and not c.preset and c.name.endswith(" dp2") and c.mesh.size == 4]
     assert check(loose, CFG, steps=1).ok
 
 
