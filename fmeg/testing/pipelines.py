@@ -76,8 +76,10 @@ def several(schedule: str, pp: int, stages: str | tuple[int, ...] = "even", **ch
     axes: dict[str, int] = {name: changes.pop(name) for name in ("dp", "tp") if name in changes}
     layout = Layout(layers="pp", dense_layers="pp", mtp_layers="pp", **changes)
     name = " ".join(["scans 2+3+1", *(f"{axis}{n}" for axis, n in axes.items()), *map(str, changes.get("params", ()))])
-    case = PipelineCase(name, Mesh({"pp": pp, **axes}), layout, 4, schedule, stages, layers=3, stacks=SCANS)
-    return replace(case, name=f"pp{pp} {schedule} stages {_text(stages)} {name}", preset="deepseek-v3")
+    about: dict[str, Any] = dict(schedule=schedule, stages=stages, layers=3, preset="deepseek-v3", stacks=SCANS)
+    return PipelineCase(
+        f"pp{pp} {schedule} stages {_text(stages)} {name}", Mesh({"pp": pp, **axes}), layout, microbatches=4, **about
+    )
 
 
 def _several() -> Iterator[PipelineCase]:
