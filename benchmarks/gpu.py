@@ -92,22 +92,49 @@ class Row:
 
 
 def make_step(cfg: Config, recipe: str | None = None, storage: str = "float32") -> tuple[Any, Any]:
-    """(train step, optimizer). `recipe`: of FP8, for all layers. `storage`: of parameters, see `STORAGE`."""
+    """(train step, optimizer). `recipe`: of FP8, for all layers. `storage`: of parameters, see `STORAGE`.
+
+    The step takes, after state and batch, what delayed scaling knows (see `known_amax`), and returns it among the
+    metrics.
+    """
     wide: Any = dict(mu_dtype=torch.float32, nu_dtype=torch.float32)
     adamw = STORAGE[storage](optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1, **wide))
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), adamw)
 
     precision = fmeg.precision.fp8(recipe, skip_first=0, skip_last=0) if recipe else None
 
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return model_of(cfg).loss(params, batch, cfg)
+    grad = fmeg.value_and_grad(loss_of(cfg), precision=precision)
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        (loss, _), grads = fmeg.value_and_grad(loss_fn, precision=precision)(state.params, batch)
+    def train_step(state: TrainState, batch: Any, amax: Any = None) -> tuple[TrainState, dict[str, Any]]:
+        (loss, aux), grads = grad(state.params, batch, **(dict(amax=amax) if amax else {}))
         updates, opt = optimizer.update(grads, state.opt, state.params)
-        return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss}
+        metrics = {"loss": loss, "amax": aux["amax"]} if amax else {"loss": loss}
+        return state.next(params=optim.apply_updates(state.params, updates), opt=opt), metrics
 
     return train_step, optimizer
+
+
+def loss_of(cfg: Config) -> Any:
+    """loss(params, batch) of a model."""
+    return lambda params, batch: model_of(cfg).loss(params, batch, cfg)
+
+
+def known_amax(cfg: Config, recipe: str | None, batch: Any) -> dict[str, torch.Tensor]:
+    """What delayed scaling begins with: nothing known. Empty for other recipes."""
+    if recipe != "delayed":
+        return {}
+    sizes, cpu = cfg.sizes, lambda x: x.cpu()
+    with torch.device("meta"):
+        params = tree.map(
+            lambda p: torch.empty([sizes[a] for a in p.axes.split()]),
+            model_of(cfg).parameters(cfg),
+            is_leaf=lambda x: isinstance(x, Param),
+        )
+    with torch.device("cpu"):
+        history = fmeg.amax_history(
+            loss_of(cfg), fmeg.precision.fp8(recipe, skip_first=0, skip_last=0), params, tree.map(cpu, batch)
+        )
+    return {site: h.cuda() if torch.cuda.is_available() else h for site, h in history.items()}
 
 
 def random_state(cfg: Config, optimizer: Any, mesh: Mesh, storage: str = "float32") -> TrainState:
@@ -166,18 +193,21 @@ def one(
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "mask": torch.ones(rows, seq)}
     options: Any = dict(donate="state", mode=mode, lowering=lowering)
     run = fmeg.jit(step, mesh=mesh, layout=Layout(), **options)
+    amax: Any = known_amax(cfg, recipe, batch)
+    more = (amax,) if amax else ()
     torch.cuda.reset_peak_memory_stats()
     times, loss = [], 0.0
     for i in range(steps):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        state, metrics = run(state, batch)
+        state, metrics = run(state, batch, *more)
+        more = (metrics["amax"],) if more else ()
         loss = float(metrics["loss"].global_value())
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
         print(f"step {i} loss {loss:.4f} {times[-1] * 1e3:.1f} ms", flush=True)
     if profile:
-        profiled(lambda: run(state, batch), profile)
+        profiled(lambda: run(state, batch, *more), profile)
     median = statistics.median(times[min(WARM, steps - 1) :])
     tokens = rows * seq / median
     flops = model_of(cfg).flops_per_token(cfg, seq)

@@ -23,26 +23,30 @@ def _bits(v):
 @triton.jit
 def _values(x, y, z, at, row, col, live, KIND: tl.constexpr, ROUND: tl.constexpr):
     """The two values (the same twice where there is one) at offsets, float32."""
-    a = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    kind: tl.constexpr = x.dtype.element_ty
+    first = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    second = first
     if KIND == PLAIN:
         if ROUND:
-            a = a.to(tl.bfloat16).to(tl.float32)
-        return a, a
-    if KIND == NORM:
-        v = a * tl.load(z + row)
+            first = first.to(tl.bfloat16).to(tl.float32)
+        second = first
+    elif KIND == NORM:
+        v = first * tl.load(z + row)
         if y is not None:
             v = v * tl.load(y + col).to(tl.float32)
-        v = v.to(x.dtype.element_ty).to(tl.float32)
-        return v, v
-    b = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
-    s = tl.sigmoid(a)
-    if KIND == GATED:
-        v = (a * s * b).to(x.dtype.element_ty).to(tl.float32)
-        return v, v
-    c = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
-    dgate = (c * b * s * (1.0 + a * (1.0 - s))).to(x.dtype.element_ty).to(tl.float32)
-    dup = (c * a * s).to(x.dtype.element_ty).to(tl.float32)
-    return dgate, dup
+        first = v.to(kind).to(tl.float32)
+        second = first
+    else:
+        b = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
+        s = tl.sigmoid(first)
+        if KIND == GATED:
+            first = (first * s * b).to(kind).to(tl.float32)
+            second = first
+        else:
+            c = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
+            second = (c * first * s).to(kind).to(tl.float32)
+            first = (c * b * s * (1.0 + first * (1.0 - s))).to(kind).to(tl.float32)
+    return first, second
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def rope(
 
 @triton.jit
 def rms_norm_backward(
-    x, w, ct, residual, dx, dw, rows, eps,
+    x, w, ct, ct2, ct3, residual, dx, dw, rows, eps,
     width: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Every program takes rows pid, pid + programs, …; its part of dw goes to row pid of `dw`."""
@@ -109,6 +109,10 @@ def rms_norm_backward(
         live = mask & (row < rows)
         h = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
         g = tl.load(ct + at, mask=live, other=0.0).to(tl.float32)
+        if ct2 is not None:
+            g += tl.load(ct2 + at, mask=live, other=0.0).to(tl.float32)
+        if ct3 is not None:
+            g += tl.load(ct3 + at, mask=live, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(h * h, 0) / width + eps)
         y = h * r
         part += g * y

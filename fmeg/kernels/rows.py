@@ -68,18 +68,26 @@ def _(logits: Tensor, targets: Tensor, ct: Tensor, vocab: int, z_loss: float, la
 
 @torch.library.custom_op("fmeg::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
-    x: Tensor, w: Tensor | None, ct: Tensor, residual: Tensor | None, eps: float
+    x: Tensor,
+    w: Tensor | None,
+    ct: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    ct2: Tensor | None = None,
+    ct3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dw) as in `fmeg.ops.rms_norm`, dx plus `residual` where given; dw is empty without w."""
+    """(dx, dw) as in `fmeg.ops.rms_norm`, dx plus `residual` where given; dw is empty without w. The cotangent is the
+    sum of those given."""
     width = x.shape[-1]
     x, ct = x.contiguous(), ct.contiguous()
+    ct2, ct3, residual = (v.contiguous() if v is not None else None for v in (ct2, ct3, residual))
     rows = x.numel() // width
     programs = min(rows, 4 * _processors(x.device))
     dx = torch.empty_like(x)
     parts = torch.empty((programs, width) if w is not None else (0,), dtype=torch.float32, device=x.device)
     block = _power(width)
     _programs().rms_norm_backward[(programs,)](
-        x, w, ct, residual.contiguous() if residual is not None else None, dx, parts, rows, eps, width,
+        x, w, ct, ct2, ct3, residual, dx, parts, rows, eps, width,
         EACH=-(-rows // programs), BLOCK=block, WEIGHTED=w is not None, ADDED=residual is not None,
         num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
@@ -87,7 +95,15 @@ def rms_norm_backward(
 
 
 @rms_norm_backward.register_fake
-def _(x: Tensor, w: Tensor | None, ct: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    w: Tensor | None,
+    ct: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    ct2: Tensor | None = None,
+    ct3: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w) if w is not None else x.new_empty(
         0
     )

@@ -12,7 +12,7 @@ from fmeg.lower.hoist import hoist_casts
 from fmeg.lower.inline import inline
 from fmeg.lower.late import delay
 from fmeg.lower.lookups import exchange_lookups
-from fmeg.lower.norms import add_residual
+from fmeg.lower.norms import add_residual, sum_cotangents
 from fmeg.lower.quantised import quantise_once, quantise_stacks
 from fmeg.lower.rewrite import everywhere
 from fmeg.lower.split import split_products
@@ -38,6 +38,7 @@ def lower(program: Program) -> Program:
         quantise_once,
         add_residual,
         add_products,
+        sum_cotangents,
         chunked(LOGITS),
         exchange_lookups,
         hasten,

@@ -8,6 +8,7 @@ later, float and power-of-two scales a tensor, a row, or DeepSeek-V3's blocks), 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from fmeg.kernels.fp8 import scaled_mm_into
 from fmeg.ops.contract import product
 from fmeg.ops.einsum import format_equation, parse_equation
 from fmeg.precision.formats import Grid, dequantize, grid_factors
@@ -279,7 +281,38 @@ def _block_scales(s: Tensor, kind: str) -> Tensor:
     return padded.reshape(-1).contiguous().view(padded.shape).t()
 
 
-scaled_einsum_p = Primitive("scaled_einsum", _reference, rule=_rule, flops=_flops, lowerings={"default": _default})
+def _into(node: Node) -> Callable[..., None] | None:
+    """What writes a product in float32 into given memory: by the hardware itself, or by a copy."""
+    equation, grids, dtype, fast = node.args[0], *node.args[5:]
+    mm = as_matmul(equation)
+    if dtype is not torch.float32 or mm is None or mm.batch:
+        return None
+    (names_a, names_b), out = parse_equation(equation)
+    rows = (*mm.right, *mm.left) if mm.swapped else (*mm.left, *mm.right)
+    lies = out == rows and all(
+        names == (*(n for n in names if n not in mm.contracted), *mm.contracted) for names in (names_a, names_b)
+    )
+
+    def write(result: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, add: bool) -> None:
+        if lies and not add and hardware(equation, a, b, grids, dtype) == ("tensor", "tensor"):
+            pair = ((b, sb), (a, sa)) if mm.swapped else ((a, sa), (b, sb))
+            count = prod(
+                s for n, s in zip(names_b if mm.swapped else names_a, pair[0][0].shape, strict=True) if n in out
+            )
+            scaled_mm_into(result, *pair[0], *pair[1], count, fast)
+            return
+        made = _default(equation, a, sa, b, sb, grids, dtype, fast)
+        if add:
+            result.add_(made)
+        else:
+            result.copy_(made)
+
+    return write
+
+
+scaled_einsum_p = Primitive(
+    "scaled_einsum", _reference, rule=_rule, flops=_flops, lowerings={"default": _default, "into": _into}
+)
 
 
 def scaled_einsum(

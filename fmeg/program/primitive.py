@@ -28,7 +28,8 @@ class Primitive:
                 primitives only; `cts` has None for results without a cotangent. None: autograd through `reference`
     rule        (node) -> Rule; None: an error when it is partitioned
     flops       (node) -> int
-    lowerings   name -> callable with the reference's signature; "default" replaces the reference when a Program runs
+    lowerings   name -> callable with the reference's signature; "default" replaces the reference when a Program runs;
+                "into", of a node, gives what writes its result into given memory, (memory, *operands, add), or None
     cheap       recomputing it in the backward pass costs little (pointwise operations, norms)
     fake        shape function on fake tensors; None: the reference
     keep        results are small, and kept for the backward pass even inside a remat region

@@ -24,6 +24,7 @@ from fmeg.ops.einsum import einsum_matrices, einsum_p
 from fmeg.ops.grouped import grouped_matmul_dw_p
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Value, values_in
+from fmeg.program.primitive import Primitive
 from fmeg.sharding.lowering import lowering, returns_sequence
 from fmeg.sharding.reuse import IN_PLACE, writers
 
@@ -183,10 +184,12 @@ def as_function(
 
 def _product_into(node: Node, slots: Slots, into: Slots, used: Mapping[int, Any]) -> Callable[..., None] | None:
     """What writes a product straight into the memory that its result is meant for, where nothing else reads it."""
-    if node.op not in (einsum_p, grouped_matmul_dw_p) or node.kwargs.get("dtype") is not torch.float32:
-        return None
-    out = slots[id(node.outs[0])]
+    out = slots[id(node.outs[0])] if len(node.outs) == 1 else None
     if out not in into or out in used:
+        return None
+    if isinstance(node.op, Primitive) and "into" in node.op.lowerings:
+        return node.op.lowerings["into"](node)
+    if node.op not in (einsum_p, grouped_matmul_dw_p) or node.kwargs.get("dtype") is not torch.float32:
         return None
     if node.op is grouped_matmul_dw_p:
         return grouped_dw_into

@@ -72,6 +72,12 @@ def test_rms_norm_backward(shape, weighted):
     assert worst(got, dx + res.double()) < 8e-3
     if weighted:
         assert worst(gw, dw) < 8e-3
+    parts = [ct, *(normal(*shape, dtype=torch.bfloat16, seed=i) for i in (4, 5))]
+    for n in (2, 3):
+        total = sum(p.double() for p in parts[:n])
+        want = rms_norm_bwd_p(x.double(), None if w is None else w.double(), total, eps=1e-5)
+        got, _ = rows.rms_norm_backward(x, w, ct, None, 1e-5, *parts[1:n])
+        assert worst(got, want[0] if weighted else want) < 8e-3
 
 
 @pytest.mark.parametrize("inverse", [False, True])
