@@ -6,6 +6,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 
 from fmeg import Layout, Mesh
 from fmeg.pipeline import ScheduleError, by_name, peaks, record
@@ -95,7 +96,19 @@ class _Done:
         return True
 
 
-CHECKS = [pp4, pp2_dp2, reductions, recorded_runs, lost_message]  # the last one breaks the group
+def several_scans():
+    """Stages that begin and end in different scans: what travels differs from border to border."""
+    from tests.pipeline import test_several_scans as several
+
+    for schedule, stages in (("1f1b", (1, 2, 2, 1)), ("zb_h1", (3, 0, 2, 1)), ("interleaved_1f1b", "even")):
+        real, virtual = (
+            several.on_mesh(Mesh(pp=4, backend=b), Layout(layers="pp"), schedule, stages)
+            for b in ("distributed", "loop")
+        )
+        assert all(torch.equal(x, y) for x, y in zip(real, virtual, strict=True)), schedule
+
+
+CHECKS = [pp4, pp2_dp2, several_scans, reductions, recorded_runs, lost_message]  # the last one breaks the group
 
 
 @pytest.fixture(scope="module")
