@@ -8,6 +8,7 @@ version 2.20. Source: https://github.com/NVIDIA/TransformerEngine.
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +29,11 @@ def available() -> bool:
 
 @cache
 def _te() -> SimpleNamespace:
-    import transformer_engine_torch as tex
     from transformer_engine.pytorch import cpp_extensions as ext
     from transformer_engine.pytorch.constants import TE_DType
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
+    tex = import_module("transformer_engine_torch")  # a library that the package has loaded by now
     return SimpleNamespace(tex=tex, ext=ext, dtypes=TE_DType, cudnn=FusedAttnBackend["F16_arbitrary_seqlen"])
 
 

@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
     def fake_like(self, t: TensorType) -> torch.Tensor:
         """A fresh fake tensor, unbound."""
         with self.pause(), self.fake, torch.inference_mode(False):
-            return torch.empty(t.shape, dtype=t.dtype)
+            return torch.empty(t.shape, dtype=t.dtype, device="cpu")
 
     def new_input(self, t: TensorType, name: str = "") -> torch.Tensor:
         """A fresh fake tensor bound to a new input."""
@@ -253,6 +253,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "cpu"}  # a Program knows no device; whoever runs it says which
         if self.paused:
             return func(*args, **kwargs)
         return self._aten(func, args, kwargs)

@@ -492,3 +492,14 @@ def test_a_module_is_closed_over_its_parameters():
     with pytest.raises(TraceError, match="pass it as an argument"):
         trace(layer, X)
     same(lambda p, x: torch.func.functional_call(layer, p, (x,)), dict(layer.named_parameters()), X)
+
+
+def test_a_default_device_is_not_part_of_a_program():
+    def f(x):
+        order = x.argsort(-1) + torch.arange(x.shape[-1])
+        return x.gather(-1, order.clamp(max=x.shape[-1] - 1)) + torch.zeros(3, device=x.device) + x.new_ones(3)
+
+    x = torch.zeros(2, 3)
+    plain = str(trace(f, x).program)
+    with torch.device("meta"):
+        assert str(trace(f, x).program) == plain
