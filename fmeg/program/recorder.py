@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None:
+        if (device := kwargs.get("device")) is not None and torch.device(device).type != "meta":
             kwargs = {**kwargs, "device": "cpu"}  # a Program knows no device; whoever runs it says which
         if self.paused:
             return func(*args, **kwargs)
