@@ -21,6 +21,12 @@ def _bits(v):
 
 
 @triton.jit
+def _note(at, top):
+    """The larger of what is noted and `top`, bits; an atomic operation only where it may be new."""
+    tl.atomic_max(at, top, mask=top > tl.load(at, volatile=True), sem="relaxed")
+
+
+@triton.jit
 def _values(x, y, z, at, row, col, live, KIND: tl.constexpr, ROUND: tl.constexpr):
     """The two values (the same twice where there is one) at offsets, float32."""
     kind: tl.constexpr = x.dtype.element_ty
@@ -64,10 +70,10 @@ def amax(x, y, z, out, n, KIND: tl.constexpr, ROUND: tl.constexpr, EACH: tl.cons
         if KIND == GATED_BWD:
             other = tl.maximum(other, _bits(b))
     if KIND == GATED_BWD:
-        tl.atomic_max(out, tl.max(top, 0))
-        tl.atomic_max(out + 1, tl.max(other, 0))
+        _note(out, tl.max(top, 0))
+        _note(out + 1, tl.max(other, 0))
     else:
-        tl.atomic_max(out + layer, tl.max(top, 0))
+        _note(out + layer, tl.max(top, 0))
 
 
 @triton.jit
@@ -87,7 +93,7 @@ def norm_amax(x, w, inverse, out, rows, eps, width, EACH: tl.constexpr, BLOCK: t
         if w is not None:
             v = v * tl.load(w + cols, mask=cols < width, other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.where(live, _bits(v.to(x.dtype.element_ty)), 0))
-    tl.atomic_max(out, tl.max(top, 0))
+    _note(out, tl.max(top, 0))
 
 
 @triton.jit
@@ -130,10 +136,10 @@ def pair(
     first = tl.program_id(0) == 0
     tl.store(s1 + layer, s, mask=first)
     if SEEN:
-        tl.atomic_max(seen + layer, tl.max(tl.max(_bits(a), 1), 0))
+        _note(seen + layer, tl.max(tl.max(_bits(a), 1), 0))
     if KIND == GATED_BWD:
         s = _scale(amax2, layer, FACTOR, TINY, POWER)
         _store(b, s, q2, t2, base, row, col, live, rows, columns, LARGEST)
         tl.store(s2 + layer, s, mask=first)
         if SEEN:
-            tl.atomic_max(seen + 1, tl.max(tl.max(_bits(b), 1), 0))
+            _note(seen + 1, tl.max(tl.max(_bits(b), 1), 0))

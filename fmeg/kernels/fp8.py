@@ -21,6 +21,7 @@ from fmeg.kernels.rows import _power, _processors
 
 KINDS = ("plain", "rms_norm", "swiglu", "swiglu_bwd")
 WIDEST = 16384
+TILE = 64  # of rows and columns: few enough registers that five programs share a processor
 
 
 def _programs() -> Any:
@@ -95,12 +96,11 @@ def pair(
     columns = x.numel() // layers // rows
     made = results[:3] if _values(kind) == 1 else results[:6]
     noted = results[-1].zero_() if seen else None
-    high, wide = (64, 64) if kind == "swiglu_bwd" else (64, 128)
-    _programs().pair[(-(-rows // high) * -(-columns // wide), layers)](
+    _programs().pair[(-(-rows // TILE) * -(-columns // TILE), layers)](
         x, y, z, amax1, amax2, *made, *[None] * (6 - len(made)),
         noted.view(torch.int32) if noted is not None else None, rows, columns,
         KIND=KINDS.index(kind), ROUND=rounded, FACTOR=1.0 / largest, LARGEST=largest, TINY=tiny, POWER=power,
-        SEEN=seen, ROWS=high, COLUMNS=wide, num_warps=4,
+        SEEN=seen, ROWS=TILE, COLUMNS=TILE, num_warps=4,
     )  # fmt: skip
     return results
 

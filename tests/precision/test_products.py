@@ -44,11 +44,11 @@ def _cast(x, recipe, gradient=False, parameter=False):
         tall, wide = recipe.block if parameter and recipe.square else 1, recipe.block
     groups = x.reshape(rows // tall, tall, depth // wide, wide).permute(0, 2, 1, 3)
     flat = groups.reshape(-1, tall * wide)
-    s = flat.abs().amax(1, keepdim=True).float() / f.largest
+    s = flat.abs().amax(1, keepdim=True).float() * (1 / f.largest)
     if f.scale == "power":
         s = torch.exp2(torch.ceil(torch.log2(s)))
     if f.scale == "nested":
-        outer = x.abs().max().float() / (f.largest * 448)
+        outer = x.abs().max().float() * (1 / (f.largest * 448))
         s = (s / outer).to(torch.float8_e4m3fn).float() * outer
     low = _round(flat * (1 / s).double(), f.element) * s.double()
     return low.reshape(groups.shape).permute(0, 2, 1, 3).reshape(x.shape)
