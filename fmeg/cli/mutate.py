@@ -10,10 +10,9 @@ import tyro
 from rich.table import Table
 
 from fmeg.cli.console import out, progress
-from fmeg.testing.matrix import Case, cases
-from fmeg.testing.mutate import LAYOUTS, Outcome, bench, table
+from fmeg.testing.matrix import Case
+from fmeg.testing.mutate import LAYOUTS, Outcome, bench, known, table
 from fmeg.testing.mutate import mutate as run
-from fmeg.testing.verify import config, sizes_of
 
 COLUMNS = {
     "collective": "collective",
@@ -44,15 +43,14 @@ def mutate(
         as_json_: Print one JSON object and nothing else.
     """
     torch.set_num_threads(1)
-    cfg = config()
-    known = {case.name: case for case in cases(sizes_of(cfg))}
-    if unknown := [name for name in layouts if name not in known]:
+    there = known()
+    if unknown := [name for name in layouts if name not in there]:
         raise SystemExit(f"fmeg mutate: no layout {unknown[0]!r} in the matrix; `fmeg verify` lists them")
     found: dict[str, list[Outcome]] = {}
     with progress().status("") as status:
         for name in layouts:
             found[name] = []
-            for outcome in run(bench(known[name], cfg)):
+            for outcome in run(bench(*there[name])):
                 found[name].append(outcome)
                 status.update(f"{name}: {len(found[name])} mutants, the last: {outcome.mutant}")
     tables = {name: table(outcomes) for name, outcomes in found.items()}
@@ -60,7 +58,7 @@ def mutate(
     if as_json_:
         print(json.dumps({"layouts": tables, "survivors": alive, "ok": not any(alive.values())}))
     for name, rows in tables.items() if not as_json_ else ():
-        print("\n".join(_markdown(known[name], rows))) if markdown else out().print(_table(name, rows))
+        print("\n".join(_markdown(there[name][0], rows))) if markdown else out().print(_table(name, rows))
         for mutant in alive[name]:
             out().print(f"survived: {mutant}", style="red", markup=False)
     return 1 if any(alive.values()) else 0

@@ -37,6 +37,7 @@ __all__ = [
     "num_params",
     "parameters",
     "to_hf_config",
+    "update_bias",
 ]
 
 
@@ -218,6 +219,24 @@ def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) ->
     mask = batch["mask"].to(losses.dtype)
     pairs = [((losses * mask).sum(), mask.sum()), *mixture.loss_pairs(stats, tokens, cfg, losses)]
     return pairs, {"counts": stats["counts"]}
+
+
+def update_bias(
+    params: Mapping[str, Any], counts: Int[Tensor, "l e"], cfg: Config, rate: float = 1e-3
+) -> dict[str, Any]:
+    """Parameters with the routers' biases moved towards equal use of experts; after the optimizer, once a step.
+
+    counts   `loss`'s, summed over the step
+
+    >>> from fmeg import random
+    >>> from fmeg.models import presets
+    >>> cfg = presets.get("tiny-moe", router_bias=True)
+    >>> params = update_bias(init(random.key(0), cfg), torch.arange(8).expand(2, 8), cfg)
+    >>> params["layers"]["router_bias"][0, :2]
+    tensor([0.0010, 0.0010])
+    """
+    bias = ops.update_bias(params["layers"]["router_bias"], counts, rate)
+    return {**params, "layers": {**params["layers"], "router_bias": bias}}
 
 
 def num_params(cfg: Config) -> int:

@@ -17,7 +17,7 @@ from fmeg.sharding.spec import Layout
 from fmeg.sharding.value import Placed, Placement, Sizes
 from fmeg.step.edge import VIEW_OF, Leaf, of_layers, place
 from fmeg.step.lowered import Lowered
-from fmeg.step.stacks import stored_stacks
+from fmeg.step.stacks import met, stored_stacks
 
 
 def partition(
@@ -68,7 +68,7 @@ def partition(
             local.type = Placement(((), *home.dims)).local_type(TensorType((b, *shown.type.shape), v.type.dtype), sizes)
         inputs.append(local)
         placements.append(home)
-    part.run(program.nodes)
+    part.run(program.nodes if stages is None else met(program.nodes, stacks, stages))
     part.phase, part.source, part.tags = "B", "", {}
     outs: list[Any] = []
     out_placements: list[Placement | None] = []

@@ -2,7 +2,7 @@
 
 Each of three tables lists the ways to use a kind of parallelism; the matrix is their product, as far as the devices and
 the model's sizes go. Experts, where a model has them, lie by turns on no axis, on those that shard tokens, on those of
-tensor parallelism, and on all, in either order.
+tensor parallelism, and on all, in either order; see `fmeg.testing.experts`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,24 @@ from fmeg.sharding.spec import Layout
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a mesh, a layout, and how the batch is cut into microbatches."""
+    """One row: a mesh, a layout, how the batch is cut into microbatches; `routing`: see `fmeg.testing.experts`."""
 
     name: str
     mesh: Mesh
     layout: Layout
     microbatches: int = 1
     schedule: str | None = None
+    routing: str = ""
+
+
+def relaid(layout: Layout, **changes: Any) -> Layout:
+    """The layout with changes.
+
+    >>> relaid(Layout(batch="dp", attention="ring"), layers="pp")
+    Layout(batch='dp', layers='pp', attention='ring')
+    """
+    rest = {name: dict(getattr(layout, name)) for name in ("params", "grads", "opt")}
+    return Layout(**{**rest, **layout.options(), **dict(layout.compute), **changes})
 
 
 @dataclass(frozen=True)

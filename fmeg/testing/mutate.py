@@ -5,18 +5,21 @@ every communicating node of a partitioned training step is broken in every way b
 alone, and the step is run with every rank computing for itself (nothing is taken to be equal because it should be).
 
     drop      the collective is left out: all_reduce, ppermute keep what the rank has; all_gather repeats its own block;
-              reduce_scatter keeps its block of its own summand; all_to_all reorders its own blocks
-    twice     all_reduce over the reduced, reduce_scatter of the reduced, ppermute of the permuted; what all_gather and
-              all_to_all bring is doubled
+              reduce_scatter keeps its block of its own summand; all_to_all reorders its own blocks; exchange_rows keeps
+              the rank's own rows, as many as would arrive
+    twice     all_reduce over the reduced, reduce_scatter of the reduced, ppermute of the permuted; what all_gather,
+              all_to_all and exchange_rows bring is doubled
     axis      over another axis of the same size instead, for each such axis
     order     over the same axes, the last one major: ranks hold each other's blocks (where there are several axes)
+    splits    exchange_rows sends to each rank as many rows as are meant for the next
 
-Left out, because they change nothing: a maximum taken twice, and the order of axes in an all_reduce.
+Left out, because they change nothing: a maximum taken twice; the order of axes in an all_reduce; twice the counts of
+experts that a batch's balance loss divides by their sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +29,35 @@ from torch import Tensor
 
 from fmeg import tree
 from fmeg.mesh import LoopBackend, Mesh
-from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, PPERMUTE, REDUCE_SCATTER
+from fmeg.mesh.rows import sent_and_received_tensors
+from fmeg.ops.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    EXCHANGE_ROWS,
+    PPERMUTE,
+    REDUCE_SCATTER,
+)
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import loop_of
 from fmeg.sharding.execute import Executable
 from fmeg.step import Lowered, jit
 from fmeg.testing.equivalent import FLOOR, relative_error
 from fmeg.testing.matrix import Case
-from fmeg.testing.verify import TOLERANCE, make_batch, make_step, on_one_device, optimizer_under_test
+from fmeg.testing.verify import TOLERANCE, Job, jobs, make_step, on_one_device, optimizer_under_test, problem
 
-EXCHANGES = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER)
-LAYOUTS = ("zero3 tp2+sp", "zero1 ring2 tp2", "hsdp ulysses2", "zero3 gather2 tp2+sp", "zero3 2x2 tp2+sp")
-"""Rows of the layout matrix that between them have every kind of collective for every reason."""
+EXCHANGES = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE_ROWS, PPERMUTE, REDUCE_SCATTER)
+LAYOUTS = (
+    "zero3 tp2+sp",
+    "zero1 ring2 tp2",
+    "hsdp ulysses2",
+    "zero3 gather2 tp2+sp",
+    "zero3 2x2 tp2+sp",
+    "moe: zero1 ulysses2 all_to_all",
+    "moe: zero1 gather2 tp2+sp all_to_all",
+)
+"""Rows of the matrices of `fmeg verify` that between them have every kind of collective for every reason."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +99,31 @@ class Outcome:
 
 def mutants(program: Program, mesh: Mesh) -> Iterator[Mutant]:
     """Every mutant of a local Program, nested bodies included."""
+    readers: dict[int, list[Node]] = {}
+    for node in program.nodes:
+        for v in node.operands():
+            readers.setdefault(id(v), []).append(node)
     for node in program.nodes:
         if (loop := loop_of(node)) is not None:
             yield from mutants(loop.body, mesh)
         if node.op not in EXCHANGES:
             continue
-        for index in range(len(node.outs)):
+        for index, out in enumerate(node.outs):
             yield Mutant(program, node, index, "drop", ())
-            if not (node.op is ALL_REDUCE and node.args[2] == "max"):
+            if not (node.op is ALL_REDUCE and (node.args[2] == "max" or _shares(out, readers))):
                 yield Mutant(program, node, index, "twice", ())
             for other in _other_axes(tuple(node.args[1]), mesh):
                 yield Mutant(program, node, index, "axis", other)
             if len(node.args[1]) > 1 and node.op is not ALL_REDUCE:
                 yield Mutant(program, node, index, "order", tuple(reversed(node.args[1])))
+            if node.op is EXCHANGE_ROWS:
+                yield Mutant(program, node, index, "splits", ())
+
+
+def _shares(counts: Value, readers: Mapping[int, Sequence[Node]]) -> bool:
+    """Whether these are counts of a balance loss of the whole batch, which only their ratios matter to."""
+    reading = [n.opname for n in readers.get(id(counts), ())]
+    return counts.ndim == 1 and counts.dtype == torch.int64 and set(reading) == {"aten.clamp_min.default"}
 
 
 def _other_axes(axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[str, ...]]:
@@ -122,6 +154,8 @@ def applied(m: Mutant, mesh: Mesh) -> Iterator[None]:
 def _replacement(m: Mutant, mesh: Mesh, given: Value, real: Value, t: TensorType) -> list[Node]:
     """Nodes whose last makes the mutated result out of the collective's operand or its real result."""
     op, axes = m.node.op, tuple(m.node.args[1])
+    if op is EXCHANGE_ROWS:
+        return _other_rows(m, real)
     rest = tuple(r if op in (ALL_REDUCE, PPERMUTE) else (r[m.index],) for r in m.node.args[2:])
     again = lambda x, over: Node(op, ([x], over, *rest), {})
     if m.kind in ("axis", "order"):
@@ -145,6 +179,29 @@ def _replacement(m: Mutant, mesh: Mesh, given: Value, real: Value, t: TensorType
         return [index, Node(_own_block, (given, index.outs[0], n, rest[0][0]), {})]
     assert op is ALL_TO_ALL, op
     return [Node(_own_blocks, (given, n, rest[0][0], rest[1][0]), {})]
+
+
+def _other_rows(m: Mutant, real: Value) -> list[Node]:
+    """As `_replacement`, for an exchange of rows."""
+    (x, table), axes, back, rows = m.node.args
+    if m.kind in ("axis", "order"):
+        return [Node(EXCHANGE_ROWS, ([x, table], m.axes, back, rows), {})]
+    if m.kind == "twice":
+        return [Node(_doubled, (real,), {})]
+    if m.kind == "drop":
+        return [Node(_own_rows, (x, table, back, rows), {})]
+    turned = Node(_turned, (table,), {})
+    turned.outs = (Value(table.type, turned),)
+    return [turned, Node(EXCHANGE_ROWS, ([x, turned.outs[0]], axes, back, rows), {})]
+
+
+def _own_rows(x: Tensor, table: Tensor, back: bool, rows: int) -> Tensor:
+    wanted = rows if back else int(sent_and_received_tensors(table, back)[1].sum())
+    return torch.cat([x, x.new_zeros(max(0, wanted - x.shape[0]), *x.shape[1:])])[:wanted]
+
+
+def _turned(table: Tensor) -> Tensor:
+    return table.roll(1, 0)
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -217,12 +274,23 @@ class Bench:
                 return Outcome(m, None)
 
 
+def known() -> dict[str, Job]:
+    """The rows that there are, by name, each with its model's config; those of pipelines apart.
+
+    >>> case, cfg = known()["moe: zero1 ulysses2 all_to_all"]
+    >>> dict(case.layout.compute)["experts"]
+    ('dp', 'cp')
+    """
+    every = jobs(everything=True)
+    return {case.name: (case, cfg) for case, cfg in every if case.schedule is None and not case.routing}
+
+
 def bench(case: Case, cfg: Any) -> Bench:
     """The second optimizer step of a case of the layout matrix, so that no parameter and no moment is constant."""
-    opt = optimizer_under_test()
     (state, _), want = on_one_device(cfg, case.microbatches, 2)
-    batch = make_batch(cfg)
-    step = jit(make_step(cfg, opt, case.microbatches), mesh=case.mesh, layout=case.layout, strict=True)
+    _, batch = problem(cfg)
+    one = make_step(cfg, optimizer_under_test(), case.microbatches)
+    step = jit(one, mesh=case.mesh, layout=case.layout, strict=True)
     return Bench(step.lower(state, batch), (state, batch), want)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fmeg.mesh import Mesh
 from fmeg.pipeline import SCHEDULES
 from fmeg.sharding.spec import Layout
-from fmeg.testing.matrix import Case, cases
+from fmeg.testing.matrix import Case, cases, relaid
 
 ROWS = 16
 NAMES = tuple(name for name in SCHEDULES if name != "none")
@@ -96,12 +96,9 @@ def _several() -> Iterator[PipelineCase]:
     yield several("dualpipe_v", 2, dp=2, tp=2, batch="dp", opt=dict(embed="dp"), **tensor)
 
 
-def _over(case: Case, pp: int, schedule: str, microbatches: int) -> PipelineCase:
+def over(case: Case, pp: int, schedule: str, microbatches: int) -> PipelineCase:
     """A case of the other matrix on each of `pp` ranks."""
-    old = case.layout
-    rest: dict[str, Any] = {name: dict(getattr(old, name)) for name in ("params", "grads", "opt")}
-    compute: dict[str, Any] = dict(old.compute)
-    layout = Layout(**rest, attention=old.attention, layers="pp", **compute)
+    layout = relaid(case.layout, layers="pp")
     outer = {axis: n for axis, n in case.mesh.sizes.items() if axis in ("pod", "replica")}
     mesh = Mesh({**outer, "pp": pp, **{axis: n for axis, n in case.mesh.sizes.items() if axis not in outer}})
     chunks = SCHEDULES[schedule][1] or 2
@@ -130,7 +127,7 @@ def pipeline_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Pipe
         turn = cycle(NAMES)
         for case in cases({**sizes, "batch": ROWS // microbatches}, devices // pp):
             if 1 < case.mesh.size and case.microbatches == 1 and case.mesh.size * pp >= least:
-                yield _over(case, pp, next(turn), microbatches)
+                yield over(case, pp, next(turn), microbatches)
 
 
 def configured(case: Case, cfg: Any) -> Any:

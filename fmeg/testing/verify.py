@@ -18,11 +18,17 @@ from fmeg.models import model_of, presets
 from fmeg.sharding.array import Array
 from fmeg.step import TrainState, jit, value_and_grad
 from fmeg.testing.equivalent import errors
+from fmeg.testing.experts import ROUTINGS, expert_cases, sample
 from fmeg.testing.matrix import Case, cases
 from fmeg.testing.pipelines import PipelineCase, configured, pipeline_cases
 
 BATCH, SEQ, STEPS, TOLERANCE = 8, 16, 3, 1e-10
 DEFAULT = "tricky-llama"
+TRICKY = (DEFAULT, "tricky-moe", "tricky-deepseek")
+PART = {"tricky-moe": 40, "tricky-deepseek": 8}  # at most so many rows of models with experts, unless all are wanted
+BIAS_RATE = 0.01
+
+Job = tuple[Case, Any]
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,20 @@ def shrink(cfg: Any) -> Any:
 def config(name: str = DEFAULT) -> Any:
     """The shrunk preset of that name; by default a Llama with all that is easy to get wrong.
 
-    Default: grouped-query attention, norms on queries and keys, a z-loss, a padded prime vocabulary, an untied head.
+    tricky-llama      grouped-query attention, norms on queries and keys, a z-loss, a padded prime vocabulary, an untied
+                      head
+    tricky-moe        that with experts for the MLP, one shared behind a gate; every loss that a router has, a bias
+    tricky-deepseek   latent attention, a dense layer before those with experts, a further prediction after them
     """
     if name == DEFAULT:
         return replace(shrink(presets.get("tiny")), qk_norm=True, z_loss=1e-3)
+    if name == "tricky-moe":
+        cfg = replace(presets.get("tiny-moe"), qk_norm=True, router_bias=True, shared_ff=8, shared_gate=True)
+        losses = dict(sequence_loss=0.3, batch_loss=0.2, z_loss=0.01)
+        return shrink(replace(cfg, router=replace(cfg.router, score="sigmoid", **losses)))
+    if name == "tricky-deepseek":
+        cfg = presets.get("tiny-deepseek")
+        return shrink(replace(cfg, router=replace(cfg.router, sequence_loss=0.3)))
     return shrink(presets.get(name))
 
 
@@ -112,12 +128,14 @@ def make_params(cfg: Any, seed: int = 0) -> Any:
     return tree.map_with_path(noise, model_of(cfg).init(key, cfg))
 
 
-def make_state(cfg: Any, optimizer: optim.Optimizer, seed: int = 0) -> TrainState:
-    return TrainState.create(make_params(cfg, seed), optimizer, model_of(cfg).logical_axes(cfg))
+def make_state(cfg: Any, optimizer: optim.Optimizer, seed: int = 0, routing: str = "") -> TrainState:
+    params = tree.map_with_path(ROUTINGS[routing].biased, make_params(cfg, seed))
+    return TrainState.create(params, optimizer, model_of(cfg).logical_axes(cfg))
 
 
 def make_step(cfg: Any, optimizer: optim.Optimizer, microbatches: int = 1, **how: Any) -> Any:
-    """`(state, batch) -> (state, {"loss", "count"})`: one optimizer step of a model of the library.
+    """`(state, batch) -> (state, {"loss", "count", …})`: one optimizer step of a model of the library, and where
+    routers have biases a move of these.
 
     how   more of `value_and_grad`: schedule, stages
     """
@@ -127,7 +145,10 @@ def make_step(cfg: Any, optimizer: optim.Optimizer, microbatches: int = 1, **how
         grad = value_and_grad(lambda params, part: model.loss(params, part, cfg), microbatches=microbatches, **how)
         (loss, aux), grads = grad(state.params, batch)
         updates, opt = optimizer.update(grads, state.opt, state.params)
-        return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss, **aux}
+        new = optim.apply_updates(state.params, updates)
+        if getattr(cfg, "router_bias", False):
+            new = model.update_bias(new, aux["counts"], cfg, BIAS_RATE)
+        return state.next(params=new, opt=opt), {"loss": loss, **aux}
 
     return step
 
@@ -146,30 +167,39 @@ def run_steps(step: Any, state: TrainState, batch: Any, steps: int) -> list[tupl
     return out
 
 
+def problem(cfg: Any, rows: int = BATCH, routing: str = "") -> tuple[TrainState, dict[str, torch.Tensor]]:
+    """The state and the batch that a case starts from."""
+    about = ROUTINGS[routing]
+    batch = make_batch(cfg, about.rows or rows, about.seq or SEQ)
+    if about.masked:
+        batch["mask"] = torch.zeros_like(batch["mask"])
+    return make_state(cfg, optimizer_under_test(), routing=routing), batch
+
+
 @cache
 def on_one_device(
-    cfg: Any, microbatches: int, steps: int, rows: int = BATCH
+    cfg: Any, microbatches: int, steps: int, rows: int = BATCH, routing: str = ""
 ) -> list[tuple[TrainState, dict[str, Any]]]:
     """What a case must equal: `steps` steps eagerly. Computed once."""
-    opt = optimizer_under_test()
-    return run_steps(make_step(cfg, opt, microbatches), make_state(cfg, opt), make_batch(cfg, rows), steps)
+    step = make_step(cfg, optimizer_under_test(), microbatches)
+    return run_steps(step, *problem(cfg, rows, routing), steps)
 
 
 @cache
-def accumulated(cfg: Any, microbatches: int, rows: int) -> tuple[TrainState, dict[str, Any]]:
+def accumulated(cfg: Any, microbatches: int, rows: int, routing: str = "") -> tuple[TrainState, dict[str, Any]]:
     """One step, traced, on one device: where a parameter is used more than once, each use's gradients are added up over
-    the microbatches first, which eagerly they are not."""
-    opt = optimizer_under_test()
-    step = jit(make_step(cfg, opt, microbatches), mesh=Mesh(backend="loop"))
-    done = run_steps(step, make_state(cfg, opt), make_batch(cfg, rows), 1)[0]
+    the microbatches first, which eagerly they are not; with several losses, what they give to one value is added in
+    another order."""
+    step = jit(make_step(cfg, optimizer_under_test(), microbatches), mesh=Mesh(backend="loop"))
+    done = run_steps(step, *problem(cfg, rows, routing), 1)[0]
     return tree.map(lambda x: x.global_value() if isinstance(x, Array) else x, done)
 
 
 def check(case: Case, cfg: Any, steps: int = STEPS, tolerance: float = TOLERANCE) -> Row:
     """Run a case: `steps` optimizer steps on the mesh under strict, against the same steps eagerly on one device.
 
-    A pipeline alone must give the first step's loss and gradients bit for bit; where it brings a model of its own,
-    which uses parameters more than once, those of the same step traced on one device.
+    A pipeline alone must give the first step's loss and gradients bit for bit; where the model uses parameters more
+    than once, or has experts and so several losses, those of the same step traced on one device.
     """
     about: dict[str, Any] = dict(name=case.name, mesh=dict(case.mesh.sizes), layout=repr(case.layout))
     about |= dict(microbatches=case.microbatches, schedule=case.schedule)
@@ -178,11 +208,11 @@ def check(case: Case, cfg: Any, steps: int = STEPS, tolerance: float = TOLERANCE
     if isinstance(case, PipelineCase):
         preset, rows, how, exact = case.preset, case.rows, dict(schedule=case.schedule, stages=case.stages), case.exact
     try:
-        cfg = configured(case, config(preset) if preset else cfg)
-        want = on_one_device(cfg, case.microbatches, steps, rows)
-        opt = optimizer_under_test()
-        state, batch = make_state(cfg, opt), make_batch(cfg, rows)
-        step = jit(make_step(cfg, opt, case.microbatches, **how), mesh=case.mesh, layout=case.layout, strict=True)
+        cfg = ROUTINGS[case.routing].configured(configured(case, config(preset) if preset else cfg))
+        want = on_one_device(cfg, case.microbatches, steps, rows, case.routing)
+        state, batch = problem(cfg, rows, case.routing)
+        one = make_step(cfg, optimizer_under_test(), case.microbatches, **how)
+        step = jit(one, mesh=case.mesh, layout=case.layout, strict=True)
         lowered = step.lower(state, batch)
         run = lowered.compile()
         got = run_steps(lambda *args: run(tree.leaves(args)), state, batch, steps)
@@ -196,14 +226,38 @@ def check(case: Case, cfg: Any, steps: int = STEPS, tolerance: float = TOLERANCE
     found: dict[str, Any] = dict(loss_error=loss, grad_error=grads[worst], params_error=params)
     ok = max(found.values()) <= tolerance
     if exact and ok:
-        same = accumulated(cfg, case.microbatches, rows) if preset else want[0]
+        traced = preset or hasattr(cfg, "router")
+        same = accumulated(cfg, case.microbatches, rows, case.routing) if traced else want[0]
         ok = not any((*errors(got[0][0].opt[0], same[0].opt[0]).values(), *errors(got[0][1], same[1]).values()))
     return Row(**about, **found, collectives=lowered.explain().executed(), worst_grad=worst, ok=ok)
 
 
-def _work(case: Case, cfg: Any, steps: int, tolerance: float) -> Row:
+def _work(job: Job, steps: int, tolerance: float) -> Row:
     torch.set_num_threads(1)
-    return check(case, cfg, steps, tolerance)
+    return check(*job, steps, tolerance)
+
+
+def jobs(model: str | None = None, devices: int = 16, everything: bool = False) -> list[Job]:
+    """What `fmeg verify` checks: cases, each with the config of its model.
+
+    model        a name that `config` knows: its whole matrix. None: that of a Llama, and for the two models with
+                 experts a part of theirs, chosen so that pairs and triples of kinds of parallelism occur
+    everything   those of the models with experts whole
+
+    >>> len(jobs()) < 400 < 1000 < len(jobs(everything=True))
+    True
+    """
+    found: list[Job] = []
+    for name in TRICKY if model is None else (model,):
+        cfg = config(name)
+        sizes, prefix = sizes_of(cfg), f"{name.removeprefix('tricky-')}: " if name in PART else ""
+        if name in PART:
+            matrix = list(expert_cases(sizes, devices))
+            matrix = matrix if everything or model is not None else sample(matrix, PART[name])
+        else:
+            matrix = [*cases(sizes, devices), *pipeline_cases(sizes, devices)]
+        found += [(replace(case, name=prefix + case.name), cfg) for case in matrix]
+    return found
 
 
 def verify(
@@ -225,11 +279,18 @@ def verify(
     ('one device', True)
     """
     sizes = sizes_of(cfg)
-    todo = list((*cases(sizes, devices), *pipeline_cases(sizes, devices)) if matrix is None else matrix)
-    one = partial(_work, cfg=cfg, steps=steps, tolerance=tolerance)
+    todo = (*cases(sizes, devices), *pipeline_cases(sizes, devices)) if matrix is None else matrix
+    yield from verify_all([(case, cfg) for case in todo], steps=steps, tolerance=tolerance, workers=workers)
+
+
+def verify_all(
+    todo: Sequence[Job], *, steps: int = STEPS, tolerance: float = TOLERANCE, workers: int = 1
+) -> Iterator[Row]:
+    """Check `jobs`, in order."""
     if workers == 1:
-        yield from (check(case, cfg, steps, tolerance) for case in todo)
+        yield from (check(case, cfg, steps, tolerance) for case, cfg in todo)
         return
+    one = partial(_work, steps=steps, tolerance=tolerance)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(one, todo)
 

@@ -26,10 +26,10 @@ def test_help_names_the_commands(capsys):
 
 
 def test_verify_prints_a_table(capsys):
-    assert run("verify", *QUICK, "--only", "zero") == 0
+    assert run("verify", "--model", "tricky-llama", *QUICK, "--only", "zero") == 0
     out = capsys.readouterr().out
     assert "zero3" in out and "reduce_scatter" in out and "interleaved_zero_bubble" in out
-    assert "zero2" in out and "6 of 6 layouts equal one device to 1e-10" in out
+    assert "zero2" in out and "7 of 7 layouts equal one device to 1e-10" in out
 
 
 def test_verify_prints_one_json_object(capsys):
@@ -40,6 +40,14 @@ def test_verify_prints_one_json_object(capsys):
     wanted = {"name", "mesh", "layout", "schedule", "collectives", "loss_error", "grad_error", "params_error", "ok"}
     assert wanted <= set(row)
     assert row["mesh"] == {"tp": 2} and row["schedule"] is None and row["collectives"]["all_reduce"] > 0
+
+
+def test_verify_has_rows_with_experts(capsys):
+    assert run("verify", *QUICK, "--only", "moe: one token: ep4", "--json", "--all", "--devices", "4") == 0
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]]
+    assert names == [
+        f"moe: one token: ep4 {way}{bound}" for bound in ("", " bound") for way in ("all_to_all", "all_gather")
+    ]
 
 
 def test_verify_fails_above_the_tolerance(capsys):
