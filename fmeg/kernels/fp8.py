@@ -38,6 +38,10 @@ def fits(*xs: Tensor | None) -> bool:
     return all(rows.fits(x) for x in given)
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _values(kind: str) -> int:
     return 2 if kind == "swiglu_bwd" else 1
 
@@ -45,7 +49,7 @@ def _values(kind: str) -> int:
 @torch.library.custom_op("fmeg::fp8_amax", mutates_args=())
 def amax(x: Tensor, y: Tensor | None, z: Tensor | None, kind: str, layers: int, rounded: bool) -> Tensor:
     """f32[values · layers]: the largest absolute values. Not of norms (`norm_amax`)."""
-    x, y, z = x.contiguous(), *(v.contiguous() if v is not None else None for v in (y, z))
+    x, y, z = x.contiguous(), _contiguous(y), _contiguous(z)
     out = torch.zeros(_values(kind) * layers, dtype=torch.int32, device=x.device)
     n = x.numel() // layers
     block = 2048
@@ -90,8 +94,8 @@ def pair(
 ) -> list[Tensor]:  # fmt: skip
     """For each value q [layers, rows, columns], its transpose [layers, columns, rows] and f32[layers] scales; then, if
     `seen`, f32[values · layers], the largest absolute values of now (those given say the scales)."""
-    x, y, z = x.contiguous(), *(v.contiguous() if v is not None else None for v in (y, z))
-    amax1, amax2 = amax1.contiguous(), amax2.contiguous() if amax2 is not None else None
+    x, y, z = x.contiguous(), _contiguous(y), _contiguous(z)
+    amax1, amax2 = amax1.contiguous(), _contiguous(amax2)
     results = _empty(x, kind, layers, rows, dtype, seen)
     columns = x.numel() // layers // rows
     made = results[:3] if _values(kind) == 1 else results[:6]

@@ -16,14 +16,19 @@ from fmeg.lower.norms import add_residual, sum_cotangents
 from fmeg.lower.quantised import quantise_once, quantise_stacks
 from fmeg.lower.rewrite import everywhere
 from fmeg.lower.split import split_products
-from fmeg.lower.wide import widen
+from fmeg.lower.wide import widen, widen_quantised
 from fmeg.program.ir import Program
 
 LOGITS = 2**30
 
 
-def lower(program: Program) -> Program:
-    """What runs where compiled code is asked for: the same results, fewer passes over memory, no full logits."""
+def lower(program: Program, fused_fp8: bool = False) -> Program:
+    """What runs where compiled code is asked for: the same results, fewer passes over memory, no full logits.
+
+    `fused_fp8`: operands in FP8 are made by kernels of their own, in both orders at once, instead of by what the
+    compiler fuses.
+    """
+    quantised = (widen_quantised, quantise_stacks, quantise_once) if fused_fp8 else ()
     for step in (
         inline,
         reduce_layers,
@@ -34,8 +39,7 @@ def lower(program: Program) -> Program:
         split_products,
         fuse_experts,
         join_casts,
-        quantise_stacks,
-        quantise_once,
+        *quantised,
         add_residual,
         add_products,
         sum_cotangents,

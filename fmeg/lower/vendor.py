@@ -25,7 +25,7 @@ from fmeg.program.primitive import Primitive
 
 Lowering = Callable[..., Any]  # (own, *args, **kwargs), `own` being what runs without it
 
-LOWERINGS = ("te",)
+LOWERINGS = ("te", "fp8")
 
 
 def check_lowering(who: str, lowering: str | None) -> None:
@@ -37,8 +37,8 @@ def check_lowering(who: str, lowering: str | None) -> None:
 
 
 def vendor_kernels(program: Program, lowering: str | None) -> Program:
-    """The Program on the kernels that `lowering` names; itself if None."""
-    return program if lowering is None else lowered_by(program, TE)
+    """The Program on the kernels that `lowering` names; itself if they are not another library's."""
+    return lowered_by(program, TE) if lowering == "te" else program
 
 
 def lowered_by(program: Program, table: Mapping[str, Lowering]) -> Program:

@@ -255,7 +255,8 @@ def jit(
               scan body once for all its layers; "cudagraph": that, and from the third call on the step is replayed as
               one CUDA graph
     lowering  "te": TransformerEngine's kernels run attention, norms and products on CUDA where they fit, except within
-              the stages of a pipeline; needs `pip install "fmeg[te]"`. The mathematics and the layouts are unchanged
+              the stages of a pipeline; needs `pip install "fmeg[te]"`. "fp8": in compiled modes, Triton kernels make
+              FP8 operands in both orders at once (see docs/precision.md). The mathematics and the layouts are unchanged
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
     another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a

@@ -58,7 +58,8 @@ class Lowered:
         if mode == "eager":
             return Compiled(self, Executable(vendor_kernels(program, lowering), backend))
         into = self._reused() if backend.plain else {}
-        executable = Executable(vendor_kernels(lower(program), lowering), backend, mode=mode, into=into)
+        program = vendor_kernels(lower(program, fused_fp8=lowering == "fp8"), lowering)
+        executable = Executable(program, backend, mode=mode, into=into)
         if mode == "inductor":
             return Compiled(self, executable)
         if any(isinstance(n.op, LocalScan) and n.op.host for n, _, _ in walk(program)):

@@ -83,7 +83,7 @@ def test_the_numbers_are_the_same(name, options, microbatches):
 
 def test_bfloat16_parameters_are_quantised_from_what_they_were_before_the_cast():
     low, values = lowered("tensorwise", torch.float32, torch.bfloat16, **ALL)
-    program = lower(low.program)
+    program = lower(low.program, fused_fp8=True)
     program.check()
     stacks = [n for n in program.nodes if n.op is pair_p]
     assert len(stacks) == 7 and all(n.args[1][0] in program.inputs and n.args[9] is torch.bfloat16 for n in stacks)
@@ -146,7 +146,7 @@ def test_on_a_mesh(name):
 
 def test_a_gradient_is_written_where_it_belongs():
     low, _ = lowered("tensorwise", torch.float32, torch.bfloat16, **ALL)
-    program = lower(low.program)
+    program = lower(low.program, fused_fp8=True)
     backward = bodies(program)[1]
     written = 0
     for n in backward.nodes:

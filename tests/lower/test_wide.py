@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fmeg import einsum
-from fmeg.lower.wide import widen
+from fmeg.lower.wide import widen, widen_quantised
 from fmeg.ops.einsum import einsum_p
 from fmeg.precision.formats import Format, amax, quantize
 from fmeg.precision.scaled import scaled_einsum, scaled_einsum_p
@@ -25,13 +25,13 @@ def _scaled(x, w):
 
 
 def test_a_cast_goes_into_the_product():
-    for fn, op in ((_plain, einsum_p), (_scaled, scaled_einsum_p)):
-        program = widen(trace(lambda x, w, fn=fn: fn(x, w).float(), X, W).program)
+    for fn, op, rewrite in ((_plain, einsum_p, widen), (_scaled, scaled_einsum_p, widen_quantised)):
+        program = rewrite(trace(lambda x, w, fn=fn: fn(x, w).float(), X, W).program)
         assert program.nodes[-1].op is op and program.outputs[0].dtype == torch.float32
         assert program.nodes[-1].outs[0] is program.outputs[0]
 
 
 def test_another_reader_keeps_it():
-    for fn in (_plain, _scaled):
+    for fn, rewrite in ((_plain, widen), (_scaled, widen_quantised)):
         traced = trace(lambda x, w, fn=fn: ((y := fn(x, w)).float(), y * 2), X, W).program
-        assert [n.op for n in widen(traced).nodes] == [n.op for n in traced.nodes]
+        assert [n.op for n in rewrite(traced).nodes] == [n.op for n in traced.nodes]

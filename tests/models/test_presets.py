@@ -134,7 +134,14 @@ def test_flops_as_torch_counts_them(name, monkeypatch):
     params = tree.map(lambda p: p.requires_grad_(), model.init(random.key(0), cfg))
     seq = 32
     tokens = torch.zeros(2, seq, dtype=torch.long)
-    counter = FlopCounterMode(display=False)
+    rows = torch.ops.fmeg
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={
+            rows.grouped_matmul: lambda x, w, *_, **__: 2 * x[0] * w[1] * w[2],
+            rows.grouped_matmul_dw: lambda x, y, *_, **__: 2 * x[0] * x[1] * y[1],
+        },
+    )
     with counter:
         out = model.loss(params, {"tokens": tokens, "targets": tokens, "mask": torch.ones(2, seq)}, cfg)
         (out[0] if isinstance(out[0], torch.Tensor) else sum(total for total, _ in out[0])).backward()
