@@ -35,13 +35,16 @@ class Inductor:
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, values: Sequence[torch.Tensor]) -> Any:
-        if self.compiled is None:
-            begin = perf_counter()
-            self.compiled = _compile(self.fn, values)
+        if self.compiled is not None:
+            return self.compiled(*values)
+        begin = perf_counter()
+        self.compiled = _compile(self.fn, values)
+        try:
             out = self.compiled(*values)
-            self.seconds = perf_counter() - begin
-            return out
-        return self.compiled(*values)
+        except torch._dynamo.exc.Unsupported as error:  # raised on the way out, it hides what went wrong
+            raise RuntimeError(f"{self.name}: compiled, it failed when it first ran") from error.__context__ or error
+        self.seconds = perf_counter() - begin
+        return out
 
 
 def _compile(fn: Run, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
