@@ -4,10 +4,12 @@
     python examples/pretrain.py --mesh dp=2,tp=4 --layout fsdp   another mesh, another layout, the same losses
     torchrun --nproc-per-node 4 examples/pretrain.py             the same on real processes
     python examples/pretrain.py --text ~/notes --steps 100       other text: a folder, or a file
+    python examples/pretrain.py --model moe-tiny --layout ep     experts for the MLP, spread over the whole mesh
 
 The text is the standard library of the Python that runs this, without its tests. Some files are held out. Bits per byte
 is what an arithmetic coder would need for those files with this model; gzip and xz compress the same files, as one
-archive. Ctrl-C finishes the step, writes everything and stops. Output: metrics.jsonl, loss.png, sample.py, config.json.
+archive. Ctrl-C finishes the step, writes everything and stops. Output: metrics.jsonl, loss.png, sample.py, config.json,
+and with experts also experts.png: the share of tokens that each one gets, by layer and step.
 """
 
 from __future__ import annotations
@@ -31,13 +33,33 @@ from report import Report
 from torch import Tensor
 
 import fmeg
-from fmeg import Layout, Mesh, TrainState, data, models, optim
+from fmeg import Layout, Mesh, TrainState, data, models, ops, optim, tree
 from fmeg.data.tokenizer import Bpe, train_bpe
-from fmeg.models import llama
+from fmeg.models import llama, moe
 
 SMALL = llama.Config(
     vocab_size=4096, embed=128, layers=4, heads=4, kv_heads=4, head_dim=32, ff=384, tied=True, max_seq=1024
 )
+# A token meets as much as in SMALL: 4 of 16 experts, each a quarter as wide. Weights sum to 4, so that together they
+# begin
+# as the MLP does. No loss keeps experts busy, a bias does.
+MOE_TINY = moe.Config(
+    vocab_size=4096,
+    embed=128,
+    layers=4,
+    heads=4,
+    kv_heads=4,
+    head_dim=32,
+    experts=16,
+    expert_ff=96,
+    router=ops.Router(4, "sigmoid", renormalize=True, scale=4.0),
+    router_bias=True,
+    rope_base=SMALL.rope_base,
+    norm_eps=SMALL.norm_eps,
+    tied=True,
+    max_seq=1024,
+)
+OWN: dict[str, Any] = {"small": SMALL, "moe-tiny": MOE_TINY}
 
 
 @dataclass(frozen=True)
@@ -46,10 +68,10 @@ class Args:
 
     mesh: str = "dp=2,tp=2"
     """Axes and sizes. Virtual in one process; real under torchrun."""
-    layout: Literal["megatron", "fsdp", "hsdp", "single"] = "megatron"
+    layout: Literal["megatron", "ep", "fsdp", "hsdp", "single"] = "megatron"
     """Where dimensions live; see `layouts`. The losses are the same in each."""
     model: str = "small"
-    """`small`, or the name of a preset, such as qwen3-0.6b; its vocabulary becomes `vocab`."""
+    """`small`, `moe-tiny`, or the name of a preset, such as qwen3-0.6b; its vocabulary becomes `vocab`."""
     text: Path | None = None
     """A folder or a file to train on instead of Python's standard library."""
     steps: int = 600
@@ -61,6 +83,8 @@ class Args:
     """Size of the byte-pair encoding that is trained first."""
     lr: float = 0.012
     """Peak learning rate of Muon and AdamW; linear warm-up over a twentieth of the steps, then linear to 0."""
+    bias_rate: float = 0.01
+    """How far a step moves the routers' biases towards equal use of experts; 0: nothing balances them."""
     microbatches: int = 1
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """What the model computes in. Parameters are float32, or float64."""
@@ -71,28 +95,37 @@ class Args:
     sample: int = 200
     """Its length in tokens."""
     out: Path = Path("runs/pretrain")
+    beside: Path | None = None
+    """The folder of another run, whose curves are drawn beside these."""
 
 
-def layouts(mesh: Mesh) -> dict[str, Layout]:
-    """A few layouts by name, for whatever axes the mesh has."""
+def layouts(mesh: Mesh, axes: Any) -> dict[str, Layout]:
+    """A few layouts by name, for whatever axes the mesh and the model (`axes`: of its parameters) have."""
     has = lambda *names: tuple(n for n in names if n in mesh.axes)
-    tp, cp, everything = has("tp"), has("cp"), mesh.axes
+    dp, tp, cp, everything = has("dp"), has("tp"), has("cp"), mesh.axes
+    known = {"batch", "seq", "res_seq"}.union(*(a.split() for a in tree.leaves(axes)))
+    keep = lambda table: {name: where for name, where in table.items() if name in known}
+    layout = lambda params=(), opt=(), **compute: Layout(
+        params=keep(dict(params)), opt=keep(dict(opt)), **keep(compute)
+    )
+    tensor = dict(heads=tp, kv_heads=tp, ff=tp, shared_ff=tp, vocab=tp)
+    megatron = dict(batch=dp, seq=cp, res_seq=cp + tp, **tensor, opt=dict(embed=dp))
     return {
-        # Tensor and sequence parallel, context parallel, and ZeRO-1 over the data-parallel axis.
-        "megatron": Layout(
-            batch=has("dp"), seq=cp, res_seq=cp + tp, heads=tp, kv_heads=tp, ff=tp, vocab=tp, opt=dict(embed=has("dp"))
-        ),
+        # Tensor and sequence parallel, context parallel, and ZeRO-1 over the data-parallel axis, which has the experts.
+        "megatron": layout(**megatron, experts=dp, expert_ff=tp),
+        # The same, but experts whole, and spread over all axes.
+        "ep": layout(**megatron, experts=dp + cp + tp),
         # Every device has rows of the batch; parameters rest in pieces and are gathered layer by layer.
-        "fsdp": Layout(batch=everything, params=dict(embed=everything)),
+        "fsdp": layout(batch=everything, params=dict(embed=everything, expert_embed=everything)),
         # The same within groups along the last axis; whole copies along the others.
-        "hsdp": Layout(batch=everything, params=dict(embed=everything[-1:])),
+        "hsdp": layout(batch=everything, params=dict(embed=everything[-1:], expert_embed=everything[-1:])),
         "single": Layout(),
     }
 
 
 def config(args: Args, vocab_size: int) -> Any:
     """The model's config, with the tokenizer's vocabulary and the chosen precision."""
-    cfg = SMALL if args.model == "small" else models.presets.get(args.model)
+    cfg: Any = OWN[args.model] if args.model in OWN else models.presets.get(args.model)
     wide = torch.float64 if args.dtype == "float64" else torch.float32
     compute = torch.bfloat16 if args.dtype == "bfloat16" else None
     return dataclasses.replace(cfg, vocab_size=vocab_size, dtype=wide, compute_dtype=compute)
@@ -163,30 +196,39 @@ def train(args: Args, stop: Stop) -> None:
     def create(key: Tensor) -> TrainState:
         return TrainState.create(model.init(key, cfg), opt, axes)
 
-    def loss_fn(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        return model.loss(params, batch, cfg)
+    def loss_fn(params: Any, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        """What is minimized, one (sum, count) or several; and of it the cross entropy, which is what we look at."""
+        pairs, aux = with_aux(model.loss(params, batch, cfg))
+        return pairs, {"nats": pairs[0][0], **aux}
+
+    def nats(params: Any, batch: Any) -> Tensor:
+        return loss_fn(params, batch)[1]["nats"]
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Tensor]]:
         grad_fn = fmeg.value_and_grad(loss_fn, microbatches=args.microbatches)
-        (loss, _), grads = grad_fn(state.params, batch)
+        (_, aux), grads = grad_fn(state.params, batch)
         updates, opt_state = opt.update(grads, state.opt, state.params)
         params = optim.apply_updates(state.params, updates)
-        return state.next(params=params, opt=opt_state), {"loss": loss, "grad_norm": optim.global_norm(grads)}
+        if getattr(cfg, "router_bias", False):
+            params = model.update_bias(params, aux["counts"], cfg, args.bias_rate)
+        metrics = {"loss": aux["nats"] / aux["count"], "grad_norm": optim.global_norm(grads)}
+        return state.next(params=params, opt=opt_state), metrics | {k: aux[k] for k in aux if k == "counts"}
 
-    on_mesh: Any = dict(mesh=mesh, layout=layouts(mesh)[args.layout])
+    on_mesh: Any = dict(mesh=mesh, layout=layouts(mesh, axes)[args.layout])
     step = fmeg.jit(train_step, **on_mesh)
-    score = fmeg.jit(loss_fn, axes={"params": axes}, **on_mesh)
+    score = fmeg.jit(nats, axes={"params": axes}, **on_mesh)
 
     def bits_per_byte(params: Any, batches: Sequence[data.Batch]) -> float:
-        nats = sum(number(score(params, b)[0]) for b in batches)
-        return data.bits_per_byte(nats, sum(int(bpe.token_bytes[b["targets"][b["mask"] > 0]].sum()) for b in batches))
+        total = sum(number(score(params, b)) for b in batches)
+        return data.bits_per_byte(total, sum(int(bpe.token_bytes[b["targets"][b["mask"] > 0]].sum()) for b in batches))
 
     report = Report(
         args.out,
         steps=args.steps,
-        title=f"{args.model}: {model.num_params(cfg) / 1e6:.2f} M parameters, {args.layout} on {mesh}",
+        title=f"{args.model}: {parameters(cfg)}, {args.layout} on {mesh}",
         config=dataclasses.asdict(args) | {"config": dataclasses.asdict(cfg)},
         baselines=data.compressed_bits_per_byte(corpus.held_out),
+        beside=args.beside,
         quiet=not first,
     )
     epochs = args.steps * args.batch * args.seq / loader.tokens_per_epoch
@@ -198,7 +240,10 @@ def train(args: Args, stop: Stop) -> None:
         for i in range(args.steps):
             begin = time.perf_counter()
             state, metrics = step(state, loader(i))
+            counts = metrics.pop("counts", None)
             values = {name: number(x) for name, x in metrics.items()}
+            if counts is not None:
+                values["max_load"] = report.load(whole(counts))
             report.step(
                 i + 1, lr=float(rate(i)), tokens=args.batch * args.seq, seconds=time.perf_counter() - begin, **values
             )
@@ -213,6 +258,22 @@ def train(args: Args, stop: Stop) -> None:
         report.sample(sample(params, cfg, bpe, args))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def with_aux(out: Any) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """What a model's loss returns, in one form: a list of (sum, count), cross entropy first, and counts of experts."""
+    pairs, aux = out if isinstance(out[1], dict) else (out, {})
+    return (pairs if isinstance(pairs, list) else [pairs]), aux
+
+
+def parameters(cfg: Any) -> str:
+    """How many there are, and how many of them a token meets."""
+    n = models.model_of(cfg).num_params(cfg)
+    if not hasattr(cfg, "experts"):
+        return f"{n / 1e6:.2f} M parameters"
+    layers = cfg.layers + getattr(cfg, "mtp_layers", 0)
+    idle = 3 * layers * cfg.embed * cfg.expert_ff * (cfg.experts - cfg.router.top_k)
+    return f"{n / 1e6:.2f} M parameters ({(n - idle) / 1e6:.2f} M active)"
 
 
 def whole(x: Any) -> Tensor:

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
+from torch import Tensor
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -25,12 +27,23 @@ class Report:
     """Use it as a context around the training loop. With `quiet` (all processes but one) it does nothing.
 
     baselines   bits per byte of other compressors, by name
+    beside      folder of another run, drawn beside this one
     """
 
     def __init__(
-        self, out: Path, *, steps: int, title: str, config: Any, baselines: Mapping[str, float], quiet: bool = False
+        self,
+        out: Path,
+        *,
+        steps: int,
+        title: str,
+        config: Any,
+        baselines: Mapping[str, float],
+        beside: Path | None = None,
+        quiet: bool = False,
     ) -> None:
         self.out, self.steps, self.title, self.baselines, self.quiet = out, steps, title, baselines, quiet
+        self.beside = None if beside is None else Beside.read(beside)
+        self.shares: list[Tensor] = []
         self.records: list[dict[str, float]] = []
         self.evals: list[dict[str, float]] = []
         self.seconds: list[float] = []
@@ -85,6 +98,11 @@ class Report:
             )
             self.console.print(f"step {step}/{self.steps}  {shown}  {clock(self.left())} left")
 
+    def load(self, counts: Tensor) -> float:
+        """Tokens that went to each expert in this step, "layers experts"; returns `max_load`."""
+        self.shares.append(counts.cpu() / counts.cpu().sum(-1, keepdim=True))
+        return max_load(counts)
+
     def held_out(self, step: int, bits_per_byte: float, final: bool = False) -> None:
         """Bits per byte of held-out files after a step: of some rows, or `final`, of all (unless stopped)."""
         if final:
@@ -118,21 +136,30 @@ class Report:
         return recent[len(recent) // 2] * (self.steps - len(self.seconds))
 
     def plot(self) -> None:
-        """loss.png: training loss, and bits per byte of held-out files beside the baselines."""
+        """loss.png: training loss, and bits per byte of held-out files beside the baselines; and experts.png."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
+        if self.shares:
+            figure = draw_experts(torch.stack(self.shares), self.beside, self.title)
+            figure.savefig(self.out / "experts.png", dpi=120)
+            plt.close(figure)
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         steps, losses = [r["step"] for r in self.records], [r["loss"] for r in self.records]
         left.plot(steps, losses, color="0.75", linewidth=0.8)
         left.plot(steps, smooth(losses), color="C0")
+        if self.beside is not None:
+            left.plot(smooth(self.beside.losses), "--", color="C7", label=self.beside.name)
+            left.legend()
         left.set(xlabel="step", ylabel="training loss (nats a token)")
         steps, bits = [e["step"] for e in self.evals], [e["bits_per_byte"] for e in self.evals]
         right.plot(steps, bits, "o-", color="C0", label="model, on some rows")
         if self.final is not None:
             right.plot([len(self.records)], [self.final], "*", color="C3", markersize=12, label="model, at the end")
+        if self.beside is not None and self.beside.bits is not None:
+            right.axhline(self.beside.bits, linestyle="--", color="C7", label=f"{self.beside.name}, at the end")
         for i, (name, value) in enumerate(self.baselines.items()):
             right.axhline(value, linestyle="--", color=f"C{i + 1}", label=name)
         right.set(xlabel="step", ylabel="bits per byte of held-out files", ylim=(0, None))
@@ -168,6 +195,58 @@ class Report:
         else:
             grid.add_row("tracing, differentiating, partitioning the step; then it runs …")
         return Panel(Group(grid, self.progress.get_renderable()), title=self.title)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is read of another run's metrics.jsonl."""
+
+    name: str
+    losses: list[float]
+    loads: list[float]
+    bits: float | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Beside:
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        of = lambda key: [r[key] for r in records if key in r]
+        final = [r["bits_per_byte"] for r in records if r.get("final")]
+        return cls(folder.name, of("loss"), of("max_load"), final[-1] if final else None)
+
+
+def max_load(counts: Tensor) -> float:
+    """Tokens of the busiest expert over those of an average one, the mean over layers: 1 is balance.
+
+    counts   "layers experts"
+    """
+    return float((counts.amax(-1) * counts.shape[-1] / counts.sum(-1)).mean())
+
+
+def draw_experts(shares: Tensor, beside: Beside | None, title: str) -> Any:
+    """Shares of tokens, "steps layers experts", as a picture for each layer; below, how busy the busiest expert is."""
+    from matplotlib import pyplot as plt
+
+    steps, layers, experts = shares.shape
+    figure, axes = plt.subplot_mosaic(
+        [[f"layer {i}" for i in range(layers)], ["load"] * layers],
+        figsize=(max(8, 3.2 * layers), 6),
+        layout="constrained",
+    )
+    for i in range(layers):
+        image = axes[f"layer {i}"].imshow(
+            (experts * shares[:, i].T).numpy(), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest"
+        )
+        axes[f"layer {i}"].set(title=f"layer {i}", xlabel="step", ylabel="expert" if i == 0 else "")
+    figure.colorbar(image, ax=axes[f"layer {layers - 1}"], label="share of tokens / even share")
+    loads = [max_load(s) for s in shares]
+    axes["load"].plot(range(1, steps + 1), loads, color="C0", label="this run")
+    if beside is not None and beside.loads:
+        axes["load"].plot(range(1, len(beside.loads) + 1), beside.loads, "--", color="C7", label=beside.name)
+    axes["load"].axhline(1, color="0.8", linewidth=0.8)
+    axes["load"].set(xlabel="step", ylabel="busiest expert / even share, mean of layers", ylim=(0, None))
+    axes["load"].legend()
+    figure.suptitle(title)
+    return figure
 
 
 def smooth(values: list[float], keep: float = 0.9) -> list[float]:

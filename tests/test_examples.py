@@ -58,6 +58,27 @@ def test_a_mesh_has_the_losses_of_one_device_and_leaves_everything_behind(pretra
     assert json.loads((out / "config.json").read_text())["layout"] == "megatron"
 
 
+def test_experts_on_a_mesh_have_the_losses_of_one_device_and_a_picture_of_their_load(pretrain, text, tmp_path):
+    how = dict(model="moe-tiny", dtype="float64")
+    expected = run(pretrain, text, tmp_path / "single", layout="single", **how)
+    assert len(expected) == 3 and expected[-1] < expected[0]
+    out = tmp_path / "ep"
+    assert run(pretrain, text, out, layout="ep", beside=tmp_path / "single", **how) == pytest.approx(expected, rel=1e-9)
+    assert (out / "experts.png").read_bytes().startswith(b"\x89PNG") and (out / "loss.png").exists()
+    loads = [[r["max_load"] for r in records(o) if "max_load" in r] for o in (out, tmp_path / "single")]
+    assert len(loads[0]) == 3 and loads[0] == pytest.approx(loads[1], rel=1e-6) and min(loads[0]) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["megatron", "ep", "fsdp", "hsdp"])
+@pytest.mark.parametrize("model", ["moe-tiny", "tiny-deepseek"])
+def test_experts_in_every_layout(pretrain, text, tmp_path, model, layout):
+    """DeepSeek's has a further prediction and a loss by sequence: what is reported is the cross entropy alone."""
+    how = dict(model=model, dtype="float64")
+    expected = run(pretrain, text, tmp_path / "single", layout="single", **how)
+    assert run(pretrain, text, tmp_path / "mesh", layout=layout, **how) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [dict(microbatches=2), dict(layout="fsdp"), dict(layout="hsdp"), dict(mesh="cp=2")])
 def test_layouts_and_microbatches_do_not_change_the_losses(pretrain, text, tmp_path, changes):
