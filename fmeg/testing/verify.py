@@ -25,7 +25,7 @@ from fmeg.testing.pipelines import PipelineCase, configured, pipeline_cases
 BATCH, SEQ, STEPS, TOLERANCE = 8, 16, 3, 1e-10
 DEFAULT = "tricky-llama"
 TRICKY = (DEFAULT, "tricky-moe", "tricky-deepseek")
-PART = {"tricky-moe": 40, "tricky-deepseek": 8}  # at most so many rows of models with experts, unless all are wanted
+PART = {"tricky-moe": 40, "tricky-deepseek": 6}  # at most so many rows of models with experts, unless all are wanted
 BIAS_RATE = 0.01
 
 Job = tuple[Case, Any]
