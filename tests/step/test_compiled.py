@@ -9,6 +9,7 @@ import torch
 
 import fmeg
 from fmeg import Array, Layout, Mesh, TrainState, optim, tree
+from fmeg.sharding.compiled import Inductor
 
 OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
 
@@ -87,3 +88,23 @@ def test_unknown_modes_and_graphs_without_a_gpu_are_refused():
         fmeg.jit(train_step, mode="fast")(state, batch)
     with pytest.raises(ValueError, match="CUDA graph"):
         fmeg.jit(train_step, mode="cudagraph")(state, batch)
+
+
+def test_as_many_runs_are_compiled_for_many_layers_as_for_few(monkeypatch):
+    made = []
+    init = Inductor.__init__
+
+    def counted(self, fn, name):
+        made.append(name)
+        init(self, fn, name)
+
+    monkeypatch.setattr(Inductor, "__init__", counted)
+    counts = []
+    for layers in (2, 32):
+        made.clear()
+        state, batch = example()
+        params = {"w": state.params["w"][:1].expand(layers, 4, 4).clone()}
+        deep = TrainState.create(params, OPT, {"w": "layers embed ff"})
+        fmeg.jit(train_step, mesh=Mesh(), layout=Layout(), mode="inductor").lower(deep, batch).compile("inductor")
+        counts.append(len(made))
+    assert counts[0] == counts[1] > 0
