@@ -42,7 +42,8 @@ class Array:
     order       where dimension 0 is stored in another order (layers by pipeline stage): the global index of each stored
                 row,
                 -1 for padding
-    own         whether nothing else is known to refer to this memory: a step that is given it may write there
+    own         whether nothing else is known to refer to this memory: a step that is given it may write there. Not so
+                once a tensor that shares it has been handed out, except as `value`
 
     An Array is a leaf of a pytree. It does no arithmetic: pass it to a jitted function, or take its `global_value`.
 
@@ -148,6 +149,7 @@ class Array:
                 "Array.to_dtensor: its rows are stored by pipeline stage, which a DTensor cannot say; take "
                 "global_value()"
             )
+        self.own = False
         return to_dtensor(self)
 
     @property
@@ -167,6 +169,7 @@ class Array:
     @property
     def addressable_shards(self) -> list[Shard]:
         """The block of each rank that this process runs; with an `order`, the index counts stored rows."""
+        self.own = False
         backend, index = self.mesh.backend(), RankIndex(self.mesh)
         stored = self.shape if self.order is None else (len(self.order), *self.shape[1:])
         return [
@@ -177,6 +180,8 @@ class Array:
     def global_value(self) -> Tensor:
         """The whole tensor. On a real mesh a collective that every process must join, unless nothing is cut."""
         stored = self.mesh.backend().gather(self.value, self.spec)
+        if self.own and _same_memory(stored, self._value):
+            self.own = False
         if self.order is None:
             return stored
         where = {row: i for i, row in enumerate(self.order)}
@@ -222,6 +227,10 @@ class Array:
             whole = whole.double()
         values = np.array2string(whole.numpy(), separator=", ", precision=4)
         return f"{head}, {values})"
+
+
+def _same_memory(x: Tensor, value: Any) -> bool:
+    return isinstance(value, Tensor) and x.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
 
 def _normal(spec: Sequence[Entry], ndim: int) -> DimAxes:

@@ -35,6 +35,7 @@ class Inductor:
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, values: Sequence[torch.Tensor]) -> Any:
+        values = _distinct(values)
         if self.compiled is not None:
             return self.compiled(*values)
         begin = perf_counter()
@@ -45,6 +46,14 @@ class Inductor:
             raise RuntimeError(f"{self.name}: compiled, it failed when it first ran") from error.__context__ or error
         self.seconds = perf_counter() - begin
         return out
+
+
+def _distinct(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The values, each a tensor of its own: tracing would take two that are the same now to be so at every call."""
+    if len({id(x) for x in values}) == len(values):
+        return values
+    seen: set[int] = set()
+    return [x.detach() if id(x) in seen or seen.add(id(x)) else x for x in values]  # type: ignore[func-returns-value]
 
 
 def _compile(fn: Run, values: Sequence[torch.Tensor]) -> Callable[..., Any]:

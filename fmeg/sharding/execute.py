@@ -32,6 +32,7 @@ from fmeg.sharding.groups import Group, alone, grouped, opaque
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.loops import store
 from fmeg.sharding.partition import LOCAL_SLICE
+from fmeg.sharding.reuse import lying_in
 from fmeg.sharding.segment import NOTHING, Chunk, as_function, by_variation
 
 Mode = Literal["eager", "inductor", "cudagraph"]
@@ -114,13 +115,37 @@ class Executable:
         for i, waits in (*enumerate(g.waits for g in groups), (len(groups), at_end)):
             for v in (v for w in waits for v in groups[w].nodes[0].operands()):
                 read[self.slots[id(v)]] = max(read[self.slots[id(v)]], i)
-        self.into = {o: i for o, i in self.into.items() if o in made and read.get(i, 0) <= made[o]}
+        until = self._needed_until(groups, read, kept) if self.into else {}
+        if self.adds:  # a sum in a result's place is for nobody who wants that result alone
+            results = [slot for is_slot, slot in self.outputs if is_slot]
+            self.into = {o: i for o, i in self.into.items() if results.count(o) == 1 and last.get(o) == made.get(o)}
+        self.into = {
+            o: i for o, i in self.into.items() if o in made and max(read.get(i, 0), until.get(i, -1) + 1) <= made[o]
+        }
         last.update((i, made[o]) for o, i in self.into.items())
         dying: list[set[int]] = [set() for _ in groups]
         for slot, i in last.items():
             if slot not in kept:
                 dying[i].add(slot)
         return dying, set(self.slots.values()) - set(last) - kept
+
+    def _needed_until(self, groups: Sequence[Group], read: Mapping[int, int], kept: set[int]) -> dict[int, int]:
+        """For inputs that are to be written into, by slot: the last group that reads something else that lies there and
+        was made before that group, or the number of groups if a result lies there."""
+        wanted = set(self.into.values())
+        nodes = [n for g in groups for n in g.nodes]
+        found = lying_in(nodes, {i for i, slot in self.slots.items() if slot in wanted})
+        made = {self.slots[id(v)]: k for k, g in enumerate(groups) for n in g.nodes for v in n.outs}
+        until: dict[int, int] = {}
+        for v, where in found.items():
+            slot = self.slots[v]
+            for i in (self.slots[w] for w in where):
+                if slot in kept:
+                    until[i] = len(groups)
+                elif slot != i:
+                    end = read.get(slot, -1)
+                    until[i] = max(until.get(i, -1), end - (made[slot] == end))
+        return until
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         return self.run(list(inputs))

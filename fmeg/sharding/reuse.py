@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fmeg.program.ir import Node, Value
+from fmeg.program.memory import is_view
+from fmeg.sharding.local import LocalScan
 
 aten = torch.ops.aten
 
@@ -85,4 +87,14 @@ def writers(nodes: Sequence[Node], needed: set[int]) -> set[int]:
                 shared += [u for u in family.get(id(v), [v]) if all(u is not w for w in shared)]
             family.update((id(v), shared) for v in shared)
             ours.update((id(o), False) for o in n.outs)
+    return found
+
+
+def lying_in(nodes: Sequence[Node], inputs: set[int]) -> dict[int, set[int]]:
+    """For values by id, in which of `inputs`, by id, they may lie: views of them, and what a loop may hand through."""
+    found = {i: {i} for i in inputs}
+    for n in nodes:
+        if is_view(n) or isinstance(n.op, LocalScan):
+            where = {i for v in n.operands() for i in found.get(id(v), ())}
+            found.update((id(o), where) for o in n.outs if where)
     return found

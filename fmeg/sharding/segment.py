@@ -9,7 +9,7 @@ after each value's last use, so that memory is held no longer than it must:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -159,6 +159,7 @@ def as_function(
     made = [slots[id(v)] for n in nodes for v in n.outs]
     inside = set(made)
     used = dict.fromkeys(slots[id(v)] for n in nodes for v in n.operands())
+    read = set(used)
     used.update((s, None) for o, s in into.items() if o in inside)
     ins = tuple(s for s in used if s not in inside)
     outs = tuple(s for s in made if s in needed)
@@ -170,7 +171,7 @@ def as_function(
     written = writers(nodes, kept) if reuse else set()
     done = set()
     for node, last in zip(nodes, _last_uses(nodes, slots), strict=True):
-        direct = _product_into(node, slots, into, used)
+        direct = _product_into(node, slots, into, used, read)
         if direct is not None:
             done.add(slots[id(node.outs[0])])
             src.product(node, direct, into, add)
@@ -182,10 +183,13 @@ def as_function(
     return Chunk(src.compile("run"), ins, outs)
 
 
-def _product_into(node: Node, slots: Slots, into: Slots, used: Mapping[int, Any]) -> Callable[..., None] | None:
-    """What writes a product straight into the memory that its result is meant for, where nothing else reads it."""
+def _product_into(
+    node: Node, slots: Slots, into: Slots, used: Mapping[int, Any], read: Container[int]
+) -> Callable[..., None] | None:
+    """What writes a product straight into the memory that its result is meant for, where nothing else reads it. `read`:
+    slots whose memory must stay as it is until the end."""
     out = slots[id(node.outs[0])] if len(node.outs) == 1 else None
-    if out not in into or out in used:
+    if out not in into or out in used or into[out] in read:
         return None
     if isinstance(node.op, Primitive) and "into" in node.op.lowerings:
         return node.op.lowerings["into"](node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,23 +136,25 @@ class Compiled:
             _place(x, p, low.mesh, b, low.order_of(p, stack))
             for x, p, b, stack in zip(leaves, low.inputs, low.blocks, low.stacks_in, strict=True)
         ]
-        for i in self.executable.into.values():
-            if not (isinstance(leaves[i], Array) and leaves[i].own):
-                values[i] = values[i].clone()
         for x, donated in zip(leaves, low.donated, strict=False):
             if donated and isinstance(x, Array):
                 x.give(low.name)
+        often = Counter(s for v in values for s in _storages([v])) if self.executable.into else Counter()
+        for i in self.executable.into.values():
+            x = leaves[i]
+            if not (isinstance(x, Array) and x.own) or any(often[s] > 1 for s in _storages([values[i]])):
+                values[i] = values[i].clone()
         shared = _storages(v for v, given in zip(values, low.donated, strict=False) if not given)
         with torch.no_grad():
             outs = (self.graph or self.executable.run)(values)
+        often = Counter(s for got in outs for s in _storages([got]))
         results = []
         for got, placement, v, stack in zip(outs, low.outputs, low.traced.program.outputs, low.stacks_out, strict=True):
             if placement is None:
                 results.append(got)
                 continue
             here = _storages([got])
-            own = bool(here) and not here & shared
-            shared |= here
+            own = bool(here) and not here & shared and all(often[s] == 1 for s in here)
             order = low.order_of(placement, stack)
             results.append(Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, order, own))
         return tree.unflatten(low.traced.out_tree, results)

@@ -10,6 +10,7 @@ import torch
 import fmeg
 from fmeg import Array, Layout, Mesh, TrainState, optim, tree
 from fmeg.sharding.compiled import Inductor
+from fmeg.sharding.graph import Graph
 
 OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
 
@@ -108,3 +109,116 @@ def test_as_many_runs_are_compiled_for_many_layers_as_for_few(monkeypatch):
         fmeg.jit(train_step, mesh=Mesh(), layout=Layout(), mode="inductor").lower(deep, batch).compile("inductor")
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
+
+
+def both(fn, state, *args, steps=3):
+    """States and metrics of steps that donate their state, compiled and eager; all results are read at the end."""
+    found = []
+    for mode in ("inductor", "eager"):
+        step = fmeg.jit(fn, donate="state", mode=mode)
+        now, metrics = state, []
+        for i in range(steps):
+            now, more = step(now, *(a * (i + 1) for a in args))
+            metrics.append(more)
+        found.append([x.global_value() for x in tree.leaves((now, metrics))])
+    return found
+
+
+def metric_is_state(state, x):
+    w = state["w"] * 2 + x
+    return {"w": w}, {"w": w}
+
+
+def metric_is_old_state(state, x):
+    return {"w": state["w"] * 2 + x}, {"old": state["w"], "part": state["w"][1:3]}
+
+
+def states_change_places(state, x):
+    return {"w": state["v"].t(), "v": state["w"].t()}, (state["w"] @ state["v"]).sum() + x
+
+
+def view_read_after_a_scan(state, x):
+    old, new = state["w"].t(), state["w"] * 0.5 + x
+    y, _ = fmeg.scan(lambda c, _: (torch.tanh(c @ new), None), new, torch.zeros(2, dtype=new.dtype))
+    return {"w": new}, (old @ y).sum()
+
+
+@pytest.mark.parametrize(
+    "fn", [metric_is_state, metric_is_old_state, states_change_places, view_read_after_a_scan], ids=lambda f: f.__name__
+)
+def test_results_that_lie_in_a_state_keep_their_values(fn):
+    state = {k: torch.arange(16.0, dtype=torch.float64).reshape(4, 4) / 16 + i for i, k in enumerate("wv")}
+    state = state if fn is states_change_places else {"w": state["w"]}
+    got, want = both(fn, state, torch.ones((), dtype=torch.float64))
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(got, want, strict=True))
+
+
+def test_a_carry_that_begins_as_what_its_scan_captures():
+    def fn(x, w):
+        return fmeg.scan(lambda c, k: (torch.tanh(c @ k) * x, None), x, w)[0]
+
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, dtype=torch.float64, generator=g) for s in ((4, 4), (3, 4, 4)))
+    for lengths in (w, w[:1]):
+        assert torch.allclose(fmeg.jit(fn, mode="inductor")(x, lengths).global_value(), fn(x, lengths), rtol=1e-13)
+
+
+def test_a_product_into_a_state_waits_for_its_readers():
+    def step(state, a, b):
+        new = fmeg.einsum("n i, n j -> i j", a, b).float()
+        return {"g": new}, (state["g"] * 2).sum()
+
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(16, 8, generator=g).bfloat16() for _ in "ab")
+    got, want = both(step, {"g": torch.randn(8, 8, generator=g)}, a, b)
+    assert all(torch.allclose(x, y, rtol=0.05, atol=0.2) for x, y in zip(got, want, strict=True))
+
+
+def test_arrays_that_share_memory_with_another_are_not_written_into():
+    def step(state):
+        return {"w": state["w"] * 2 + 1, "mean": state["mean"] * 0.5 + state["w"] * 0.5}
+
+    jitted = fmeg.jit(step, donate="state", mode="inductor")
+    state = jitted({k: torch.arange(4.0) for k in ("w", "mean")})
+    twice = jitted({"w": state["w"], "mean": state["w"]})
+    assert twice["w"].numpy().tolist() == [3, 7, 11, 15]
+    assert twice["mean"].numpy().tolist() == [1, 3, 5, 7]
+    held = [twice["w"].global_value(), twice["mean"].addressable_shards[0].data]
+    jitted(twice)
+    assert [x.tolist() for x in held] == [[3, 7, 11, 15], [1, 3, 5, 7]]
+
+
+def test_gradients_that_are_the_same_value_are_added_once_each():
+    def step(state, batch):
+        def loss_fn(p, x):
+            def layer(x, q):
+                return torch.tanh(x @ q["w"] + q["a"] + q["b"]) + q["c"] + x, None
+
+            x, _ = fmeg.scan(layer, x, p)
+            return (x**2).sum(), x.numel()
+
+        (loss, _), grads = fmeg.value_and_grad(loss_fn, microbatches=3)(state, batch)
+        return tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    g = torch.Generator().manual_seed(0)
+    shapes = {"w": (3, 4, 4), "a": (3, 4), "b": (3, 4), "c": (3, 2, 4)}
+    state = {k: torch.randn(s, dtype=torch.float64, generator=g) * 0.3 for k, s in shapes.items()}
+    x = torch.randn(6, 4, dtype=torch.float64, generator=g)
+    want, loss = step(state, x)
+    got, compiled = fmeg.jit(step, donate="state", mode="inductor", params=("state",))(state, x)
+    assert float(compiled) == pytest.approx(float(loss), rel=1e-13)
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        assert torch.allclose(a.global_value(), b, rtol=1e-12, atol=1e-15)
+
+
+def test_a_graph_leaves_the_results_of_one_state_to_their_holder_when_another_comes():
+    def add(values):
+        values[0] += values[1]
+        return [values[0]]
+
+    graph = Graph(add, {0: 0})
+    one = torch.ones(2)
+    [first] = graph([torch.zeros(2), one])
+    [other] = graph([torch.full((2,), 5.0), one])
+    assert first.tolist() == [1, 1]
+    assert other.tolist() == [6, 6]
