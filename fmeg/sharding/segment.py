@@ -189,7 +189,7 @@ def _product_into(
     """What writes a product straight into the memory that its result is meant for, where nothing else reads it. `read`:
     slots whose memory must stay as it is until the end."""
     out = slots[id(node.outs[0])] if len(node.outs) == 1 else None
-    if out not in into or out in used or into[out] in read:
+    if out is None or out not in into or out in used or into[out] in read:
         return None
     if isinstance(node.op, Primitive) and "into" in node.op.lowerings:
         return node.op.lowerings["into"](node)
