@@ -103,6 +103,18 @@ def hard_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Case]:
                     yield replace(case, name=name, layout=relaid(case.layout, **how), routing=routing)
 
 
+def _zero2_in_pipelines(sizes: Mapping[str, int], devices: int) -> Iterator[Case]:
+    """Every microbatch's gradient reduce-scattered, in a pipeline; the other matrix has ZeRO-2 without one."""
+    tensor: dict[str, Any] = {
+        name: "tp" for name in ("heads", "kv_heads", "ff", "shared_ff", "vocab") if sizes.get(name)
+    }
+    tokens = Layout(batch="dp", experts="dp", grads=dict(embed="dp"))
+    split = Layout(batch="dp", res_seq="tp", experts="tp", **tensor, grads=dict(embed="dp", expert_embed="dp"))
+    for mesh, layout in ((Mesh(dp=2), tokens), (Mesh(dp=2, tp=2), split)):
+        for schedule in ("1f1b", "zb_v") if 2 * mesh.size <= devices else ():
+            yield over(Case("zero2" + " tp2+sp" * ("tp" in mesh.axes), mesh, layout), 2, schedule, 4)
+
+
 def expert_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Case]:
     """The matrix for a model with experts whose logical axes have these sizes.
 
@@ -112,7 +124,7 @@ def expert_cases(sizes: Mapping[str, int], devices: int = 16) -> Iterator[Case]:
     (True, True)
     """
     turn = cycle(range(4))
-    for case in (*cases(sizes, devices), *pipeline_cases(sizes, devices)):
+    for case in (*cases(sizes, devices), *pipeline_cases(sizes, devices), *_zero2_in_pipelines(sizes, devices)):
         if isinstance(case, PipelineCase) and case.preset:
             continue  # of another model
         way, how = _ways(case.mesh)[next(turn)]

@@ -25,7 +25,7 @@ def test_every_kind_of_parallelism_beside_experts_alone_in_pairs_by_every_way_to
     for kind in BESIDE:
         assert any({"ep", kind} <= t for t in seen), kind
     assert {(a, b) for a in BESIDE for b in BESIDE if any({"ep", a, b} <= t for t in seen)} >= {
-        *((a, "pp") for a in ("tp", "sp", "cp", "dp", "zero1", "zero3")),
+        *((a, "pp") for a in ("tp", "sp", "cp", "dp", "zero1", "zero2", "zero3")),
         *((a, b) for a in ("tp", "sp", "cp") for b in ("dp", "zero1", "zero2", "zero3")),
     }
     for way in ("all_to_all", "all_gather"):
