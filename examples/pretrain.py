@@ -40,9 +40,9 @@ from fmeg.models import llama, moe
 SMALL = llama.Config(
     vocab_size=4096, embed=128, layers=4, heads=4, kv_heads=4, head_dim=32, ff=384, tied=True, max_seq=1024
 )
-# A token meets as much as in SMALL: 4 of 16 experts, each a quarter as wide. Weights sum to 4, so that together they
-# begin
-# as the MLP does. No loss keeps experts busy, a bias does.
+# A token meets as much as in SMALL: three MLPs a third as wide, one that all tokens share and 2 of 16. Weights sum to
+# 2,
+# so that together they begin as the MLP does. No loss keeps experts busy, a bias does.
 MOE_TINY = moe.Config(
     vocab_size=4096,
     embed=128,
@@ -51,8 +51,9 @@ MOE_TINY = moe.Config(
     kv_heads=4,
     head_dim=32,
     experts=16,
-    expert_ff=96,
-    router=ops.Router(4, "sigmoid", renormalize=True, scale=4.0),
+    expert_ff=128,
+    shared_ff=128,
+    router=ops.Router(2, "sigmoid", renormalize=True, scale=2.0),
     router_bias=True,
     rope_base=SMALL.rope_base,
     norm_eps=SMALL.norm_eps,

@@ -243,7 +243,7 @@ def draw_experts(shares: Tensor, beside: Beside | None, title: str) -> Any:
     if beside is not None and beside.loads:
         axes["load"].plot(range(1, len(beside.loads) + 1), beside.loads, "--", color="C7", label=beside.name)
     axes["load"].axhline(1, color="0.8", linewidth=0.8)
-    axes["load"].set(xlabel="step", ylabel="busiest expert / even share, mean of layers", ylim=(0, None))
+    axes["load"].set(xlabel="step", ylabel="busiest / even share", ylim=(0, None))
     axes["load"].legend()
     figure.suptitle(title)
     return figure
