@@ -7,7 +7,6 @@ with static shapes. Inductor keeps what it compiled on disk (`TORCHINDUCTOR_CACH
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ Slots = Mapping[int, int]
 class Inductor:
     """A function from a list of tensors to a tuple of tensors, compiled when it is first called.
 
-    seconds   what compiling took; 0.0 before
-
     >>> f = Inductor(lambda values: (values[0] + values[1] * 2,), "example")
     >>> f([torch.ones(3), torch.ones(3)])
     (tensor([3., 3., 3.]),)
@@ -31,21 +28,17 @@ class Inductor:
 
     def __init__(self, fn: Run, name: str) -> None:
         self.fn, self.name = fn, name
-        self.seconds = 0.0
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, values: Sequence[torch.Tensor]) -> Any:
         values = _distinct(values)
         if self.compiled is not None:
             return self.compiled(*values)
-        begin = perf_counter()
         self.compiled = _compile(self.fn, values)
         try:
-            out = self.compiled(*values)
+            return self.compiled(*values)
         except torch._dynamo.exc.Unsupported as error:  # raised on the way out, it hides what went wrong
             raise RuntimeError(f"{self.name}: compiled, it failed when it first ran") from error.__context__ or error
-        self.seconds = perf_counter() - begin
-        return out
 
 
 def _distinct(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -196,7 +196,7 @@ class Executable:
     def body(self, program: Program, writes: Sequence[int] = (), later: bool = False, adds: bool = False) -> Executable:
         """A body of a loop, made once. `writes`: its results that may be written into memory given after its inputs,
         one more input for each, or with `adds` added to what is there."""
-        key = (id(program), adds)
+        key = (id(program), tuple(writes), later, adds)
         if key not in self.bodies:
             memory = tuple(Value(program.outputs[o].type) for o in writes)
             wider = replace(program, inputs=(*program.inputs, *memory)) if writes else program

@@ -250,7 +250,8 @@ def jit(
     strict    refuse movements that nobody asked for
     donate    arguments that the caller gives up: the memory of their Arrays is free once the step is done with them,
               and using them again is an error. For `state = step(state, batch)`: two states never exist side by side.
-              A plain tensor stays the caller's
+              A plain tensor stays the caller's. Compiled modes write the next state there: do not keep an Array's
+              `value` beyond the step that takes it
     mode      "eager": operations one by one; "inductor": runs of them between collectives are fused and compiled, each
               scan body once for all its layers; "cudagraph": that, and from the third call on the step is replayed as
               one CUDA graph

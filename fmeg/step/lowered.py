@@ -43,7 +43,6 @@ class Lowered:
     stacks_out: list[int | None] = field(default_factory=list)
     stages: Storage | None = None  # how a pipeline stores its layers
     donated: list[bool] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def order_of(self, p: Placement, stack: int | None) -> tuple[int, ...] | None:
         """In which order a leaf stores its first dimension, if that is a stack of layers; None: as it is."""
