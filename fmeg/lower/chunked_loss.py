@@ -162,13 +162,16 @@ def _find(program: Program, gradient: Node) -> _Found | None:
 
 
 def _replaced(program: Program, found: _Found, limit: int) -> Program | None:
-    """The Program with one node for the five; None if the cotangent depends on the loss."""
+    """The Program with one node for the five; None if the cotangent depends on the loss, or if the rows divide into
+    far more chunks than are needed only."""
     _, x, w = found.linear.args
     t, c = found.gradient.args[1], found.gradient.args[3]
     rows = len(t.shape)
     total = t.type.numel
     logits = found.linear.outs[0].type.nbytes
     chunks = next((k for k in range(1, total) if total % k == 0 and logits <= k * limit), total)
+    if chunks > 8 * -(-logits // limit):
+        return None
     body = _body(found, total // chunks, rows)
     outs = (found.loss.outs[0], found.dx.outs[0], found.dw.outs[0])
     if body.outputs[2].type != outs[2].type:

@@ -63,3 +63,12 @@ def test_a_cotangent_that_depends_on_the_loss_keeps_it_whole():
     lowered = fmeg.jit(step_of(lambda x, m: (x * x * m).sum())).lower(params, batch)
     program = everywhere(chunked(1), everywhere(share, lowered.program))
     assert chunks_of(program) == []
+
+
+def test_rows_that_hardly_divide_stay_whole():
+    params, batch = example()
+    batch = {k: v[:1].repeat(1, 4, *[1] * (v.ndim - 2))[:, :23] for k, v in batch.items()}
+    lowered = fmeg.jit(step_of(lambda x, m: (x * m).sum())).lower(params, batch)
+    program = everywhere(share, lowered.program)
+    assert chunks_of(everywhere(chunked(8 * 10 * 12), program)) == []
+    assert chunks_of(everywhere(chunked(8 * 10 * 3), program)) == [23]
