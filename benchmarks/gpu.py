@@ -71,6 +71,7 @@ TITAN = (
     "--training.steps=20 --activation_checkpoint.mode=none --compile.enable"
 )
 FLAVORS = {"D1": "1B", "D2": "8BL8"}
+OPTIONS = {"recipe": "--fp8", "lowering": "--lowering"}
 STORAGE: dict[str, Any] = {"float32": lambda o: o, "split": optim.split_master, "random": optim.stochastic_rounding}
 
 
@@ -259,11 +260,13 @@ def peer(name: str, model: str, folder: str, low: bool) -> Row | None:
 
 @dataclass(frozen=True)
 class Case:
-    """What one process of fmeg's measures: "model/mode", or "model/mode/recipe" in FP8."""
+    """What one process of fmeg's measures: "model/mode", "model/mode/recipe" in FP8, or
+    "model/mode/recipe/lowering"."""
 
     model: str
     mode: str
     recipe: str = ""
+    lowering: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -273,8 +276,8 @@ class Case:
         return case
 
     def run(self) -> Row | None:
-        fp8 = ["--fp8", self.recipe] if self.recipe else []
-        command = [sys.executable, "-m", "benchmarks.gpu", "one", self.model, "--mode", self.mode, *fp8]
+        options = [w for k in ("recipe", "lowering") if (v := getattr(self, k)) for w in (OPTIONS[k], v)]
+        command = [sys.executable, "-m", "benchmarks.gpu", "one", self.model, "--mode", self.mode, *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         found = re.findall(r"^ROW (.*)$", done.stdout, re.M)
         if not found:
@@ -312,7 +315,7 @@ def main() -> None:
     a.add_argument("--storage", choices=STORAGE, default="float32", help="parameters: float32, or bf16 and how")
     a.add_argument("--lowering", help="te: TransformerEngine's kernels")
     b = commands.add_parser("suite")
-    b.add_argument("cases", nargs="+", type=Case.parse, help="model/mode or model/mode/recipe")
+    b.add_argument("cases", nargs="+", type=Case.parse, help="model/mode[/recipe[/lowering]]")
     b.add_argument("--peers", help="folder with the peers' programs")
     b.add_argument("--names", nargs="+", default=["megatron-core", "torchtitan"], help="which peers")
     b.add_argument("--json", default="gpu.json")

@@ -126,12 +126,32 @@ def _(
     return _empty(x, kind, layers, rows, dtype, seen)
 
 
+def _aligned(scale: Tensor) -> Tensor:
+    """A scalar where cuBLAS can read it: in CUDA 13 an address that is no multiple of 16 is "not supported"."""
+    scale = scale.reshape(())
+    return scale if scale.data_ptr() % 16 == 0 else scale.clone()
+
+
+@torch.library.custom_op("fmeg::scaled_mm", mutates_args=())
+def scaled_mm(
+    x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, rows: int, columns: int, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """(sx x)(sy y)ᵀ, [rows, columns] in `dtype`: x holds "rows k", y "columns k", contiguous; one scale a tensor."""
+    a, b = x.reshape(rows, -1), y.reshape(columns, -1)
+    return torch._scaled_mm(a, b.t(), _aligned(sx), _aligned(sy), out_dtype=dtype, use_fast_accum=fast)
+
+
+@scaled_mm.register_fake
+def _(x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, rows: int, columns: int, dtype: torch.dtype, fast: bool) -> Tensor:
+    return x.new_empty(rows, columns, dtype=dtype)
+
+
 @torch.library.custom_op("fmeg::scaled_mm_into", mutates_args=("out",))
 def scaled_mm_into(out: Tensor, x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, rows: int, fast: bool) -> None:
-    """out = (sx x)(sy y)ᵀ in out's dtype: x holds "rows k", y "columns k", contiguous; one scale a tensor."""
+    """As `scaled_mm`, written into `out` in its dtype."""
     a, b = x.reshape(rows, -1), y.reshape(-1, x.numel() // rows)
     torch.ops.aten._scaled_mm.out(
-        a, b.t(), sx.reshape(()), sy.reshape(()), None, None, out.dtype, fast, out=out.view(rows, -1)
+        a, b.t(), _aligned(sx), _aligned(sy), None, None, out.dtype, fast, out=out.view(rows, -1)
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from fmeg.kernels.fp8 import scaled_mm_into
+from fmeg.kernels.fp8 import scaled_mm, scaled_mm_into
 from fmeg.ops.contract import product
 from fmeg.ops.einsum import format_equation, parse_equation
 from fmeg.precision.formats import Grid, dequantize, grid_factors
@@ -213,13 +213,20 @@ def _hardware(
         return _each(kinds, equation, mm.batch[0], one, other, dtype, fast)
     (a, sa), (b, sb) = one, other
     names_a, names_b = parse_equation(equation)[0]
-    x, sx = _matrix(a, sa, names_a, mm.left, mm.contracted)
-    y, sy = _matrix(b, sb, names_b, mm.right, mm.contracted)
+    one_scale = kinds == ("tensor", "tensor")
+    matrix = _merged if one_scale else _matrix
+    x, sx = matrix(a, sa, names_a, mm.left, mm.contracted)
+    y, sy = matrix(b, sb, names_b, mm.right, mm.contracted)
     sizes = dict(zip((*names_a, *names_b), (*a.shape, *b.shape), strict=True))
-    rows = (*mm.left, *mm.right)
+    sides = (mm.left, mm.right)
     if mm.swapped:
-        x, sx, y, sy, kinds, rows = y, sy, x, sx, kinds[::-1], (*mm.right, *mm.left)
-    out = _scaled_mm(x, sx, y, sy, kinds, dtype, fast).view([sizes[n] for n in rows])
+        x, sx, y, sy, kinds, sides = y, sy, x, sx, kinds[::-1], (mm.right, mm.left)
+    rows = (*sides[0], *sides[1])
+    if one_scale:
+        out = scaled_mm(x, sx, y, sy, *(prod(sizes[n] for n in side) for side in sides), dtype, fast)
+    else:
+        out = _scaled_mm(x, sx, y, sy, kinds, dtype, fast)
+    out = out.view([sizes[n] for n in rows])
     wanted = parse_equation(equation)[1]
     return out.permute([rows.index(n) for n in wanted])
 
@@ -254,13 +261,16 @@ def _matrix(x: Tensor, scale: Tensor, names: Names, rows: Names, depth: Names) -
     return q.contiguous(), s
 
 
+def _merged(x: Tensor, scale: Tensor, names: Names, rows: Names, depth: Names) -> tuple[Tensor, Tensor]:
+    """What holds "rows depth", contiguous, in any shape: Inductor computes an operand twice that it sees through a
+    view."""
+    return x.permute([names.index(n) for n in (*rows, *depth)]).contiguous(), scale
+
+
 def _scaled_mm(
     x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, kinds: tuple[str, str], dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """x · yᵀ of contiguous [m, k] and [n, k]."""
-    if kinds[0] == "tensor":
-        scale = (sx.reshape(()), sy.reshape(()))
-        return torch._scaled_mm(x, y.t(), *scale, out_dtype=dtype, use_fast_accum=fast)
     if kinds[0] == "row":
         scale = (sx.reshape(-1).contiguous().unsqueeze(1), sy.reshape(-1).contiguous().unsqueeze(0))
         out = torch._scaled_mm(x, y.t(), *scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

@@ -54,6 +54,18 @@ def test_the_hardware_product_is_the_reference(equation, name, dtype, fast):
     assert (got.float() - einsum(equation, *wide)).norm() < 0.05 * want.norm()
 
 
+@pytest.mark.parametrize("equation", EQUATIONS[:4])
+@pytest.mark.parametrize("at", range(4))
+def test_a_scale_may_lie_anywhere(equation, at):
+    """As a row of a stack of scales does, where cuBLAS can't read it."""
+    (qx, sx, qy, sy), grids, _ = _operands(equation, precision.fp8())
+    stacks = [torch.zeros(4, *s.shape, device="cuda") for s in (sx, sy)]
+    for stack, s in zip(stacks, (sx, sy), strict=True):
+        stack[at] = s
+    got = scaled_einsum(equation, qx, stacks[0][at], qy, stacks[1][at], grids, torch.bfloat16)
+    assert torch.equal(got, scaled_einsum(equation, qx, sx, qy, sy, grids, torch.bfloat16))
+
+
 @pytest.mark.parametrize("elements", [("e4m3", "e5m2"), ("e5m2", "e4m3")])
 def test_both_elements_in_one_product(elements):
     args, grids, _ = _operands(EQUATIONS[2], precision.fp8(), elements)
@@ -140,7 +152,8 @@ def test_a_step_on_a_virtual_mesh():
 
 
 def test_training_follows_bf16():
-    losses = {}
+    """At a rate at which the loss falls smoothly: 0.5 is so high that two bf16 curves would part as well."""
+    losses, rate = {}, 0.003
     for name in (None, "tensorwise", "rowwise", "blockwise"):
         cfg = _config()
         params, batch = _problem(cfg, "cuda")
@@ -149,7 +162,7 @@ def test_training_follows_bf16():
 
         def step(params, batch, grad=grad):
             (loss, _), grads = grad(params, batch)
-            return tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
+            return tree.map(lambda p, g: p - rate * g, params, grads), loss
 
         with torch.device("cuda"):
             run, losses[name] = fmeg.jit(step), []
@@ -158,4 +171,4 @@ def test_training_follows_bf16():
                 losses[name].append(float(loss.global_value()))
     assert losses[None][-1] < 0.9 * losses[None][0]
     for name, curve in losses.items():
-        assert curve == pytest.approx(losses[None], rel=0.02), name
+        assert curve == pytest.approx(losses[None], rel=0.003), name
