@@ -17,8 +17,9 @@ import torch
 
 from fmeg.program.errors import TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
+from fmeg.program.literal import constant
 from fmeg.program.primitive import Primitive
-from fmeg.program.recorder import Recorder, active, constant
+from fmeg.program.recorder import Recorder, active
 from fmeg.program.structured import Accumulate, Scan, ScanBackward, ScanForward, ScanPair
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node
+from fmeg.program.literal import Literal, constant
 from fmeg.program.primitive import Primitive
-from fmeg.program.recorder import Literal, constant
 
 aten = torch.ops.aten
 

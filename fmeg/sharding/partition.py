@@ -27,7 +27,7 @@ from fmeg.ops.shard import shard_p
 from fmeg.program.errors import ShardingError
 from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
-from fmeg.program.recorder import constant
+from fmeg.program.literal import constant
 from fmeg.program.rule import Dims, Rule
 from fmeg.program.trace import record_flat
 from fmeg.sharding.policy import OWED, Solver, drop_minor, split_dims

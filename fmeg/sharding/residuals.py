@@ -19,9 +19,9 @@ from fmeg.ops.remat import Policy
 from fmeg.ops.shard import name_p
 from fmeg.program.cost import node_bytes
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
+from fmeg.program.literal import constant
 from fmeg.program.passes import dce
 from fmeg.program.primitive import Primitive
-from fmeg.program.recorder import constant
 from fmeg.sharding.coalesce import coalesce, coalesce_where
 from fmeg.sharding.mincut import Forward, seconds
 
