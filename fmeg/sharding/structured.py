@@ -14,7 +14,7 @@ from fmeg.ops.shard_map import ShardMap
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, Gradient, Scan, ScanBackward, ScanForward, SplitRows
-from fmeg.sharding import experts
+from fmeg.sharding.experts.handlers import partition_routed
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.partition import Partitioner
 from fmeg.sharding.residuals import rematerialise, split
@@ -248,5 +248,5 @@ HANDLERS = {
     SplitRows: split_rows,
     Gradient: gradient,
     ShardMap: shard_map,
-    Routed: experts.partition,
+    Routed: partition_routed,
 }
