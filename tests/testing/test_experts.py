@@ -91,13 +91,6 @@ def test_hard_routings(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in FOUND if c.routing], ids=lambda c: c.name)
-def test_every_hard_routing(case):
-    row = check(case, MOE)
-    assert row.ok and not row.error, row
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("job", [j for j in jobs(everything=True) if j[1] in (MOE, DEEPSEEK)], ids=lambda j: j[0].name)
 def test_every_row(job):
     row = check(*job)
