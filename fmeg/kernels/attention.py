@@ -19,7 +19,8 @@ def kernel(
 
     `shift` is the key position of query 0 (None: t - s). cuDNN aligns a causal mask at the first key, so it takes
     squares; flash at the last. Neither knows packed segments. Flash wants one size of heads: smaller ones are padded
-    with zeros (multi-head latent attention: 192 for q and k, 128 for v).
+    with zeros (multi-head latent attention: 192 for q and k, 128 for v). Under `torch.use_deterministic_algorithms`
+    it is flash throughout: cuDNN's gradient of q sums in any order, and two equal steps differ in their last bits.
     """
     if q.device.type != "cuda" or q.dtype not in HALF or segments or min(q.numel(), k.numel()) == 0:
         return None
@@ -29,9 +30,14 @@ def kernel(
     placed = not causal or shift is None or (isinstance(shift, int) and shift == t - s)
     if not placed:
         return None
-    if window is None and (s == t or not causal) and max(e, f) <= 128 and _hopper(q.device):
+    square = s == t or not causal
+    if window is None and square and max(e, f) <= 128 and _hopper(q.device) and not _deterministic():
         return "cudnn"
     return "flash" if s <= t or not causal else None
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _hopper(device: torch.device) -> bool:

@@ -121,12 +121,16 @@ class _Found(NamedTuple):
     dw: Node
 
 
-def chunked(limit: int) -> Callable[[Program], Program]:
-    """A pass that computes losses whose logits take more than `limit` bytes in chunks of at most that size."""
+def chunked(limit: int, least: int | None = None) -> Callable[[Program], Program]:
+    """A pass that computes losses whose logits take more than `limit` bytes in chunks of at most that size.
+
+    From `least` bytes on (default: `limit`) those below are one chunk: the gradient lies where the logits lay.
+    """
+    least = limit if least is None else min(limit, least)
 
     def run(program: Program) -> Program:
         for n in program.nodes:
-            if n.op is cross_entropy_bwd_p and n.args[0].type.nbytes > limit:
+            if n.op is cross_entropy_bwd_p and n.args[0].type.nbytes > least:
                 found = _find(program, n)
                 new = _replaced(program, found, limit) if found is not None else None
                 program = new if new is not None else program

@@ -19,7 +19,7 @@ from fmeg.lower.split import split_products
 from fmeg.lower.wide import widen, widen_quantised
 from fmeg.program.ir import Program
 
-LOGITS = 2**30
+LOGITS, FUSED = 2**30, 2**24
 
 
 def lower(program: Program, fused_fp8: bool = False) -> Program:
@@ -43,7 +43,7 @@ def lower(program: Program, fused_fp8: bool = False) -> Program:
         add_residual,
         add_products,
         sum_cotangents,
-        chunked(LOGITS),
+        chunked(LOGITS, FUSED),
         exchange_lookups,
         hasten,
     ):

@@ -127,7 +127,8 @@ def test_a_product_into_memory(equation):
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
 def test_a_compiled_step_is_as_the_eager_one(name):
-    """In all modes, over steps: one value that rounds otherwise is a whole step of a float8."""
+    """In all modes, over steps: one value that rounds otherwise is a whole step of a float8, so the rate is low enough
+    for the loss to fall smoothly."""
     sizes = dict(vocab_size=500, embed=512, layers=4, heads=4, kv_heads=2, head_dim=128, ff=1024)
     cfg = llama.Config(**sizes, compute_dtype=torch.bfloat16)
     recipe = precision.fp8(name, skip_first=0, skip_last=0)
@@ -144,7 +145,7 @@ def test_a_compiled_step_is_as_the_eager_one(name):
 
             def step(params, batch, amax):
                 (loss, aux), grads = grad(params, batch, **(dict(amax=amax) if amax else {}))
-                return tree.map(lambda p, g: p - 0.5 * g, params, grads), loss, aux["amax"] if amax else {}
+                return tree.map(lambda p, g: p - 0.05 * g, params, grads), loss, aux["amax"] if amax else {}
 
             run = fmeg.jit(step, mode=mode)
             now, amax, curves[mode] = params, tree.map(lambda x: x.cuda(), first), []

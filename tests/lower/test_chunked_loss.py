@@ -46,11 +46,22 @@ def chunks_of(program):
     return [n.op.chunks for n, _, _ in walk(program) if isinstance(n.op, ChunkedLoss)]
 
 
-@pytest.mark.parametrize(("limit", "chunks"), [(8 * 10 * 24, []), (8 * 10 * 12, [2]), (8 * 10 * 7, [4]), (1, [24])])
-def test_equal_to_the_whole(limit, chunks):
+@pytest.mark.parametrize(
+    ("limit", "least", "chunks"),
+    [
+        (8 * 10 * 24, None, []),
+        (8 * 10 * 12, None, [2]),
+        (8 * 10 * 7, None, [4]),
+        (1, None, [24]),
+        (8 * 10 * 24, 8 * 10 * 24, []),
+        (8 * 10 * 24, 8 * 10 * 23, [1]),
+        (8 * 10 * 12, 8 * 10 * 99, [2]),
+    ],
+)
+def test_equal_to_the_whole(limit, least, chunks):
     params, batch = example()
     lowered = fmeg.jit(step_of(lambda x, m: (x * m).sum())).lower(params, batch)
-    program = everywhere(chunked(limit), everywhere(share, lowered.program))
+    program = everywhere(chunked(limit, least), everywhere(share, lowered.program))
     assert chunks_of(program) == chunks
     program.check()
     leaves = tree.leaves((params, batch))
