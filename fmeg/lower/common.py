@@ -1,7 +1,8 @@
 """Equal operations on equal operands are one, where no loop lies between them.
 
 Forward and backward passes of what surrounds a scan stand side by side in a step: what the backward pass would do again
-is still there. Across a loop a value would be held for its whole run, so there it is made again.
+is still there, behind a collective too. Across a loop a value would be held for its whole run, so there it is made
+again.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from fmeg.lower.rewrite import with_nodes, with_operands
-from fmeg.ops.collectives import Collective
 from fmeg.program.ir import Node, Program, Value, map_values
 from fmeg.program.structured import loop_of
 
 
 def share(program: Program) -> Program:
-    """The Program with repeated operations of a run merged into their first."""
+    """The Program with operations that are repeated, no loop between, merged into their first."""
     same: dict[int, Value] = {}
     seen: dict[Any, Node] = {}
     nodes: list[Node] = []
@@ -25,7 +25,7 @@ def share(program: Program) -> Program:
 
     for old in program.nodes:
         n = with_operands(old, first)
-        if loop_of(n) is not None or isinstance(n.op, Collective) or hasattr(n.op, "build"):
+        if loop_of(n) is not None or hasattr(n.op, "build"):
             seen = {}
             nodes.append(n)
             continue

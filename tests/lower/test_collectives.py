@@ -7,13 +7,17 @@ import torch
 
 import fmeg
 from fmeg import Layout, Mesh, ops, tree
+from fmeg.lower import lower
 from fmeg.lower.behind import reduce_layers
+from fmeg.lower.chunked_loss import ChunkedLoss
 from fmeg.lower.hasten import hasten
 from fmeg.lower.inline import inline
 from fmeg.lower.lookups import exchange_lookups
 from fmeg.lower.rewrite import everywhere
+from fmeg.models import llama
+from fmeg.models.table import Param
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from fmeg.program.ir import Program
+from fmeg.program.ir import Program, TensorType
 from fmeg.program.structured import loop_of, walk
 from fmeg.sharding.execute import Executable
 from fmeg.sharding.local import LocalScanBackward
@@ -96,3 +100,18 @@ def test_gradients_of_layers_are_reduced_behind_them(opt):
 
 def _bodies(program):
     return [program, *(loop_of(n).body for n, _, _ in walk(program) if loop_of(n) is not None)]
+
+
+def test_losses_are_cut_into_chunks_where_parameters_are_sharded():
+    """The backward pass norms again what the head reads, behind the head's gather: that is shared, so the five nodes of
+    the loss are found."""
+    cfg = llama.Config(vocab_size=2**17, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, ff=16)
+    params = tree.map(lambda p: TensorType(tuple(cfg.sizes[a] for a in p.axes.split()), torch.float32),
+                      llama.parameters(cfg), is_leaf=lambda x: isinstance(x, Param))  # fmt: skip
+    ids, mask = TensorType((4, 4096), torch.int64), TensorType((4, 4096), torch.float32)
+    f = fmeg.jit(lambda params, batch: fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg))(params, batch),
+                 mesh=MESH, layout=SHARDED, axes={"params": llama.logical_axes(cfg)})  # fmt: skip
+    low = f.lower(params, {"tokens": ids, "targets": ids, "mask": mask})
+    program = lower(low.program)
+    program.check()
+    assert [n.op.chunks for n, _, _ in walk(program) if isinstance(n.op, ChunkedLoss)] == [4]
