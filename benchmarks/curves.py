@@ -131,7 +131,8 @@ def train(run: Run, tiny: bool) -> list[float]:
 
 def curves(what: str, runs: list[Run], tiny: bool, out: Path) -> None:
     """Train each run and write its curve, on the first process."""
-    found = {}
+    path = out / _file(what, tiny)
+    found = json.loads(path.read_text())["curves"] if path.exists() else {}
     for run in runs:
         begin = time.perf_counter()
         losses = train(run, tiny)
@@ -140,7 +141,7 @@ def curves(what: str, runs: list[Run], tiny: bool, out: Path) -> None:
             print(f"{run.name}: {losses[0]:.6f} … {losses[-1]:.6f} in {found[run.name]['seconds']:.1f} s", flush=True)
             facts = {"torch": torch.__version__, "device": str(torch.get_default_device())}
             out.mkdir(parents=True, exist_ok=True)
-            (out / _file(what, tiny)).write_text(json.dumps({**facts, "curves": found}, indent=1) + "\n")
+            path.write_text(json.dumps({**facts, "curves": found}, indent=1) + "\n")
 
 
 def _file(what: str, tiny: bool) -> str:
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="6 steps of a smaller model")
     parser.add_argument("--modes", nargs="+", default=["eager", "inductor", "cudagraph"])
+    parser.add_argument("--only", default="", help="runs whose name contains this; curves that are in --out stay")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.command == "reference":
@@ -219,7 +221,7 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         else:
             torch.set_num_threads(1)
-        runs = [r for r in (ONE if args.command == "one" else TWO) if r.mode in args.modes]
+        runs = [r for r in (ONE if args.command == "one" else TWO) if r.mode in args.modes and args.only in r.name]
         curves(args.command, runs, args.tiny, args.out)
         if dist.is_initialized():
             dist.destroy_process_group()
