@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--json")
     args = parser.parse_args()
+    import_module("transformer_engine.pytorch")  # before torch's cuDNN is loaded, which may be another version's
     found: list[Row] = []
     for model in args.models:
         cfg, (b, s) = MODELS[model]
