@@ -13,7 +13,7 @@ quantised       FP8 operands: once, in both orders, as they are made; parameters
 norms           a norm's gradient and the residual stream's in one pass
 chunked_loss    a linear layer and its cross entropy in chunks of rows, logits never in full
 lookups         tokens travel to a table sharded along its width, not the table to them
-hasten          reductions that a loop can hide are begun before it
+hasten          reductions are begun before a loop that can hide them, gathers right behind one
 pipeline        all of them, in order
 vendor          another library's kernels, where asked for
 """

@@ -7,7 +7,7 @@ from fmeg.lower.behind import reduce_layers
 from fmeg.lower.chunked_loss import chunked
 from fmeg.lower.common import share
 from fmeg.lower.experts import fuse_experts, join_casts
-from fmeg.lower.hasten import hasten
+from fmeg.lower.hasten import hasten_gathers, hasten_reductions
 from fmeg.lower.hoist import hoist_casts
 from fmeg.lower.inline import inline
 from fmeg.lower.late import delay
@@ -45,7 +45,8 @@ def lower(program: Program, fused_fp8: bool = False) -> Program:
         sum_cotangents,
         chunked(LOGITS, FUSED),
         exchange_lookups,
-        hasten,
+        hasten_reductions,
+        hasten_gathers,
     ):
         program = everywhere(step, program)
     return program

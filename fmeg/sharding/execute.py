@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ from fmeg.ops.collectives import (
 from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.sharding import compiled, loops, segment
 from fmeg.sharding.early import early
-from fmeg.sharding.groups import Group, alone, grouped, opaque
+from fmeg.sharding.groups import Group, alone, first_ahead, grouped, opaque
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.loops import store
 from fmeg.sharding.partition import LOCAL_SLICE
@@ -86,9 +87,15 @@ class Executable:
         dying, unused = self._deaths(groups, at_end, kept)
         self.unused = tuple(s for s in range(self.n_inputs) if s in unused)
         waits = {i: self._wait(g, d) for i, (g, d) in enumerate(zip(groups, dying, strict=True)) if g.begins}
-        self.steps: list[Step] = [
-            _after([waits[w] for w in g.waits], self._step(g, d)) for g, d in zip(groups, dying, strict=True)
-        ]
+        self.steps: list[Step] = [_nothing] * len(groups)
+        for i, (g, d) in reversed([*enumerate(zip(groups, dying, strict=True))]):
+            riding: list[Step] = []
+            for k in takewhile(lambda k: groups[k].rides, range(i + 1, len(groups) if g.carries else 0)):
+                riding.append(self.steps[k])
+                self.steps[k] = _nothing
+            self.steps[i] = _after([waits[w] for w in g.waits], self._step(g, d, riding))
+        if self.overlap:
+            self._begin_ahead(groups)
         self.last = [waits[w] for w in at_end]
         self.pause = next((i for i, g in enumerate(groups) if g.waits), len(groups))
 
@@ -109,7 +116,11 @@ class Executable:
             for n in g.nodes:
                 last.update(dict.fromkeys((self.slots[id(v)] for v in (*n.operands(), *n.outs)), i))
         made = {
-            self.slots[id(v)]: i for i, g in enumerate(groups) if not alone(g.nodes[0]) for n in g.nodes for v in n.outs
+            self.slots[id(v)]: i
+            for i, g in enumerate(groups)
+            if not (alone(g.nodes[0]) or g.rides)
+            for n in g.nodes
+            for v in n.outs
         }
         read = dict(last)
         for i, waits in (*enumerate(g.waits for g in groups), (len(groups), at_end)):
@@ -172,15 +183,24 @@ class Executable:
         return [env[o] if is_slot else o for is_slot, o in self.outputs]
 
     # -- steps ------------------------------------------------------------------------------------------------------
-    def _step(self, group: Group, dying: set[int]) -> Step:
+    def _begin_ahead(self, groups: Sequence[Group]) -> None:
+        """What loops gather for their first steps is begun where it can be."""
+        for i, g in enumerate(groups):
+            if g.carries and (start := loops.head_start(self, g.nodes[0])) is not None:
+                needs, begin = start
+                at = first_ahead(groups, i, needs)
+                if at < i:
+                    self.steps[at] = _after([begin], self.steps[at])
+
+    def _step(self, group: Group, dying: set[int], riding: Sequence[Step] = ()) -> Step:
         nodes = group.nodes
         op = nodes[0].op
         if isinstance(op, Collective):
             return self._begin(nodes[0], dying) if group.begins else self._collective(nodes[0], dying)
         if isinstance(op, LocalScan):
-            return loops.scan(self, nodes[0], dying)
+            return loops.scan(self, nodes[0], dying, riding)
         if isinstance(op, LocalScanBackward):
-            return loops.scan_backward(self, nodes[0], dying)
+            return loops.scan_backward(self, nodes[0], dying, riding)
         if isinstance(op, LocalAccumulate):
             return loops.accumulate(self, nodes[0], dying)
         if hasattr(op, "build"):
@@ -324,6 +344,10 @@ def _after(waits: Sequence[Step], step: Step) -> Step:
         step(env)
 
     return run
+
+
+def _nothing(env: list[Any]) -> None:
+    """A step that has run already, in a loop before it."""
 
 
 def take_part(x: torch.Tensor, index: torch.Tensor, dim: int, parts: int) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 Where a backend can begin a collective and wait for it later, its step begins it, and the first step that needs a result
 waits first. A run of compute nodes is cut there, so that what does not need the results is before the wait.
+
+Collectives that stand behind a loop and do not need its results are begun in its last step, which hides them, with what
+they need: they ride. What a loop gathers for its first step is begun behind the loop before.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, PPERMUTE, REDUCE_SCATTER, Collective
-from fmeg.program.ir import Node
+from fmeg.program.ir import Node, Value
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 
-LOOPS = (LocalScan, LocalScanBackward, LocalAccumulate)
+SCANS = (LocalScan, LocalScanBackward)
+LOOPS = (*SCANS, LocalAccumulate)
 _BEGUN = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER)
 
 
@@ -22,11 +26,18 @@ class Group:
     """nodes   of one step
     begins     the step begins a collective, whose results are there when a later step has waited for it
     waits      steps, by number, to wait for before this one
+    rides      it is run in the last step of the loop before it
     """
 
     nodes: list[Node]
     begins: bool = False
     waits: list[int] = field(default_factory=list)
+    rides: bool = False
+
+    @property
+    def carries(self) -> bool:
+        """Whether it is a loop in whose last step others may run."""
+        return isinstance(self.nodes[0].op, SCANS)
 
 
 def alone(node: Node) -> bool:
@@ -62,6 +73,10 @@ def grouped(nodes: Sequence[Node], begin: bool = False, later: bool = False) -> 
             groups[-1].begins = True
             flying.update((id(o), len(groups) - 1) for o in n.outs)
     for i, g in enumerate(groups):
+        if begin and g.carries:
+            for rider in riders(groups, i):
+                rider.rides = True
+    for i, g in enumerate(groups):
         g.waits = _worth(groups, g.waits, i)
     last = list(dict.fromkeys(flying.values()))
     return groups, last if later else _worth(groups, last, len(groups))
@@ -69,8 +84,37 @@ def grouped(nodes: Sequence[Node], begin: bool = False, later: bool = False) -> 
 
 def _worth(groups: Sequence[Group], waits: list[int], here: int) -> list[int]:
     """No waits where nothing could run meanwhile: the collectives then run where they stand."""
-    if len(waits) == here - min(waits, default=here):
+    if len(waits) == here - min(waits, default=here) and not any(groups[g].rides for g in waits):
         for g in waits:
             groups[g].begins = False
         return []
     return waits
+
+
+def riders(groups: Sequence[Group], loop: int) -> list[Group]:
+    """Steps right behind a loop, up to the last that begins a collective, that need neither its results nor a wait."""
+    made = {id(o) for o in groups[loop].nodes[0].outs}
+    found, begun = [], 0
+    for g in groups[loop + 1 :]:
+        ready = not g.waits and not any(id(v) in made for n in g.nodes for v in n.operands())
+        if not ready or (alone(g.nodes[0]) and not g.begins):
+            break
+        found.append(g)
+        begun = len(found) if g.begins else begun
+    return found[:begun]
+
+
+def first_ahead(groups: Sequence[Group], loop: int, needs: Sequence[Value]) -> int:
+    """Before which step what a loop's first step is given can be begun: when all it needs is there, and behind the loop
+    before; that of the loop itself where nothing would run meanwhile."""
+    needed = set(map(id, needs))
+    at = loop
+    for i in reversed(range(loop)):
+        g = groups[i]
+        makes = any(id(o) in needed for n in g.nodes for o in n.outs)
+        if makes and g.begins:
+            return loop
+        if makes or g.rides or isinstance(g.nodes[0].op, LOOPS):
+            break
+        at = i
+    return at if any(not g.begins for g in groups[at:loop]) else loop

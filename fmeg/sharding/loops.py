@@ -7,7 +7,9 @@ this one computes, and `behind` of this step is waited for when the next has bee
     for each step i:   wait ahead(i);  begin ahead(i+1);  main(i);  wait behind(i-1);  begin behind(i)
     wait behind(last)
 
-So at most two layers' parameters are whole at once, and two layers' gradients unreduced. All memory is allocated and
+ahead(0) may be begun before the loop (`head_start`), and in place of the last step's ahead come collectives that stand
+behind the loop but need nothing of it (`riding`). So at most two layers' parameters are whole at once, and two layers'
+gradients unreduced. All memory is allocated and
 freed in the order of the launching stream; what a collective reads is held until it has been waited for.
 """
 
@@ -92,11 +94,56 @@ def _once(ex: Executable, body: Program, make: Callable[[], Pieces]) -> Pieces:
     return ex.bodies[key]
 
 
-def scan(ex: Executable, node: Node, dying: set[int]) -> Step:
+def _body(ex: Executable, node: Node) -> _Body:
+    op, n = node.op, len(node.op.body.inputs)
+    n_c = op.n_carry
+    if isinstance(op, LocalScan):
+        return _Body(ex, op.body, range(n_c, n), range(n_c, n_c + op.n_ys))
+    first, n_out = n_c + op.n_ys + op.n_residuals, len(op.body.outputs)
+    direct = range(n_c, n_c + op.n_ct_xs) if ex.mode != "eager" and ex.backend.plain else range(0)
+    return _Body(ex, op.body, range(first, n), range(n_c, n_out), direct, op.adds)
+
+
+def head_start(ex: Executable, node: Node) -> tuple[list[Value], Step] | None:
+    """What the first step's `ahead` reads, and a step that begins it before the loop; None where there is nothing.
+    Until the loop runs, what waits is where its first result will be."""
+    op, body = node.op, _body(ex, node)
+    if body.ahead is None or not node.outs:
+        return None
+    if isinstance(op, LocalScan):
+        operands, stacks, layer = list(node.args), op.n_carry + op.n_xs, 0
+    else:
+        operands, stacks, layer = [*node.args[3], *node.args[4]], op.n_xs, op.length - 1
+    offset = len(op.body.inputs) - len(operands)
+    needs = {k: operands[k - offset] for k in body.takes}
+    if not all(isinstance(v, Value) for v in needs.values()):
+        return None
+    b, slots, out = ex.backend, {k: ex.slots[id(v)] for k, v in needs.items()}, ex.outs(node)[0]
+
+    def begin(env: list[Any]) -> None:
+        def value(k: int) -> Any:
+            x = env[slots[k]]
+            return b.call(torch.select, (x, 0, layer), {}) if k - offset < stacks else x
+
+        env[out] = body.begin(value)
+
+    return list(needs.values()), begin
+
+
+def _begun(env: list[Any], outs: Sequence[int]) -> Waiting | None:
+    """What was begun before the loop, if it was."""
+    waiting = env[outs[0]] if outs else None
+    if outs:
+        env[outs[0]] = None
+    return waiting
+
+
+def scan(ex: Executable, node: Node, dying: set[int], riding: Sequence[Step] = ()) -> Step:
+    """`riding`: steps to run in the loop's last."""
     op: LocalScan = node.op
     b, read, outs = ex.backend, ex.reader(node.args, dying), ex.outs(node)
     n_c, n_x, n_y = op.n_carry, op.n_xs, op.n_ys
-    body = _Body(ex, op.body, range(n_c, len(op.body.inputs)), range(n_c, n_c + n_y))
+    body = _body(ex, node)
 
     def run(env: list[Any]) -> None:
         given = list(read(env))
@@ -113,10 +160,10 @@ def scan(ex: Executable, node: Node, dying: set[int]) -> Step:
             for k, v in zip(body.gives, got, strict=True):
                 ys[k - n_c].put(i, v)
 
-        behind, waiting = _Behind(body, collect), ahead(0)
+        behind, waiting = _Behind(body, collect), _begun(env, outs) or ahead(0)
         for i in range(op.length):
             fetched = waiting()
-            waiting = ahead(i + 1) if i + 1 < op.length else list
+            waiting = ahead(i + 1) if i + 1 < op.length else _all(riding, env)
             inputs = [*carry, *(s[i] for s in slices), *consts]
             carry.clear()
             got, handed = body.run(inputs, fetched, {})
@@ -134,13 +181,13 @@ def scan(ex: Executable, node: Node, dying: set[int]) -> Step:
     return run
 
 
-def scan_backward(ex: Executable, node: Node, dying: set[int]) -> Step:
+def scan_backward(ex: Executable, node: Node, dying: set[int], riding: Sequence[Step] = ()) -> Step:
+    """Likewise."""
     op: LocalScanBackward = node.op
     b, read, outs = ex.backend, ex.reader(node.args, dying), ex.outs(node)
     n_c, n_x, n_out = op.n_carry, op.n_ct_xs, len(op.body.outputs)
     first = n_c + op.n_ys + op.n_residuals
-    direct = range(n_c, n_c + n_x) if ex.mode != "eager" and b.plain else range(0)
-    body = _Body(ex, op.body, range(first, len(op.body.inputs)), range(n_c, n_out), direct, op.adds)
+    body = _body(ex, node)
 
     def run(env: list[Any]) -> None:
         ct_carries, ct_ys, handle, xs, consts, *given = read(env)
@@ -171,10 +218,10 @@ def scan_backward(ex: Executable, node: Node, dying: set[int]) -> Step:
             for k, v in zip(body.gives, got, strict=True):
                 put(i, k, v)
 
-        behind, waiting = _Behind(body, collect), ahead(op.length - 1)
+        behind, waiting = _Behind(body, collect), _begun(env, outs) or ahead(op.length - 1)
         for i in reversed(range(op.length)):
             fetched = waiting()
-            waiting = ahead(i - 1) if i else list
+            waiting = ahead(i - 1) if i else _all(riding, env)
             inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
             cts.clear()
             got, handed = body.run(inputs, fetched, {o: stacks[o - n_c].buffer[i] for o in body.memory})
@@ -244,6 +291,12 @@ def _adding(body: Program) -> tuple[Program, list[int]]:
 
 def _given(accs: Mapping[int, list[Value | None]], n: Node, i: int) -> Value | None:
     return accs[id(n)][i - n.op.n_carry]
+
+
+def _all(steps: Sequence[Step], env: list[Any]) -> Waiting:
+    for step in steps:
+        step(env)
+    return list
 
 
 def store(env: list[Any], slots: Sequence[int], values: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from fmeg import Layout, Mesh, ops, tree
 from fmeg.lower import lower
 from fmeg.lower.behind import reduce_layers
 from fmeg.lower.chunked_loss import ChunkedLoss
-from fmeg.lower.hasten import hasten
+from fmeg.lower.hasten import hasten_gathers, hasten_reductions
 from fmeg.lower.inline import inline
 from fmeg.lower.lookups import exchange_lookups
 from fmeg.lower.rewrite import everywhere
@@ -20,7 +20,7 @@ from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCAT
 from fmeg.program.ir import Program, TensorType
 from fmeg.program.structured import loop_of, walk
 from fmeg.sharding.execute import Executable
-from fmeg.sharding.local import LocalScanBackward
+from fmeg.sharding.local import LocalScan, LocalScanBackward
 
 MESH = Mesh(dp=2, backend="loop")
 AXES = {"table": "vocab embed", "w": "layers embed ff", "head": "ff vocab"}
@@ -73,7 +73,7 @@ def test_lookups_are_exchanged_where_that_moves_less(vocab, exchanges):
 
 def test_a_reduction_that_a_loop_can_hide_is_begun_before_it():
     low, values = lowered(40, Layout(batch="dp"))
-    program = hasten(inline(low.program))
+    program = hasten_reductions(inline(low.program))
     program.check()
     kinds = (ALL_REDUCE, REDUCE_SCATTER)
     for p, early in ((inline(low.program), False), (program, True)):
@@ -100,6 +100,17 @@ def test_gradients_of_layers_are_reduced_behind_them(opt):
 
 def _bodies(program):
     return [program, *(loop_of(n).body for n, _, _ in walk(program) if loop_of(n) is not None)]
+
+
+def test_gathers_that_need_nothing_of_a_loop_stand_right_behind_it():
+    low, values = lowered(40, Layout(batch="dp", params=dict(vocab="dp"), opt=dict(vocab="dp")))
+    program = hasten_gathers(inline(low.program))
+    program.check()
+    [scan] = (i for i, n in enumerate(program.nodes) if isinstance(n.op, LocalScan))
+    behind = program.nodes[scan + 1]
+    assert behind.op is ALL_GATHER and behind.outs[0].shape == (4, 40)
+    for a, b in zip(results(low, low.program, values), results(low, program, values), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_losses_are_cut_into_chunks_where_parameters_are_sharded():

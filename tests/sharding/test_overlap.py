@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import fmeg
 from fmeg import Layout, Mesh, TrainState, optim, tree
+from fmeg.lower import lower
+from fmeg.mesh.backend import NO_KWARGS
 from fmeg.mesh.loop import LoopBackend
 from fmeg.models import llama
 from fmeg.ops.collectives import ALL_GATHER, REDUCE_SCATTER
@@ -175,6 +177,61 @@ def test_two_layers_of_parameters_at_most():
     backend = Beginning(mesh)
     run(low, mesh, args, backend)
     assert 2 <= backend.most <= 3
+
+
+class Logging(Beginning):
+    """Writes down what begins, what is waited for and what is computed, in order: (what, kind, shape of an operand)."""
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.log = []
+
+    def call(self, fn, args, kwargs=NO_KWARGS):
+        if fn not in (torch.select, torch.unbind):
+            self.log.append(("run", None, None))
+        return super().call(fn, args, kwargs)
+
+
+def _logging(kind):
+    def start(self, xs, *rest):
+        shape = tuple(self.local(xs[0])[0].shape)
+        self.log.append(("begin", kind, shape))
+        wait = getattr(super(Logging, self), f"start_{kind}")(xs, *rest)
+
+        def done():
+            self.log.append(("wait", kind, shape))
+            return wait()
+
+        return done
+
+    return start
+
+
+for _kind in ("all_gather", "reduce_scatter", "all_to_all"):
+    setattr(Logging, f"start_{_kind}", _logging(_kind))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_loops_hide_what_stands_beside_them(late):
+    """FSDP, as compiled: the last forward layer hides the head's gather; the last layer's parameters, which the
+    backward loop needs first, are gathered again before the head's gradient is reduced, which that loop hides."""
+    low, mesh, args = lowered("fsdp")
+    low.program = lower(low.program)
+    low.program.check()
+    backend = Logging(mesh)
+    backend.late = late
+    got, want = run(low, mesh, args, backend), run(low, mesh, args, LoopBackend(mesh))
+    for a, b in zip(got, want, strict=True):
+        assert all(map(torch.equal, backend.local(a), backend.local(b)))
+    log = backend.log
+    ran, gathers = ("run", None, None), [i for i, e in enumerate(log) if e[:2] == ("begin", "all_gather")]
+    begin, wait = (log.index((what, "all_gather", (128, 8))) for what in ("begin", "wait"))
+    reduce, reduced = (log.index((what, "reduce_scatter", (128, 16))) for what in ("begin", "wait"))
+    assert log[:begin].count(log[gathers[0]]) == 4  # three layers' own, and the last norm's
+    assert log[begin:wait].count(ran) >= 2
+    again = [i for i in gathers if begin < i < reduce]
+    assert len(again) == 1 and ran in log[again[0] : reduce]
+    assert log[reduce:reduced].count(ran) > 3
 
 
 def real_processes() -> None:
