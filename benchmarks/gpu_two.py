@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two check                        # against one device, in float64
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two train fsdp tensor --mode inductor [--no-overlap] [--profile DIR]
+    torchrun --nproc_per_node=2 -m benchmarks.gpu_two --ctas 8 [--high-priority] train fsdp        # SMs for NCCL
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two --device cpu --tiny train fsdp                 # a rehearsal, Gloo
 
 Layouts, over all n GPUs: `fsdp` (parameters and optimizer sharded, gathered layer by layer), `tensor` (tensor and
@@ -84,6 +85,8 @@ class Row:
     nccl_s: float = 0.0
     hidden_s: float = 0.0
     step_s: float = 0.0
+    ctas: int | None = None
+    high_priority: bool = False
     versions: str = ""
 
 
@@ -148,6 +151,7 @@ def train(name: str, args: argparse.Namespace) -> Row:
     row = Row(
         model, name, args.mode, not args.no_overlap, n, rows, seq, microbatches,
         tokens, tokens / n, tokens / n * llama.flops_per_token(cfg, seq) / PEAK, peak, times[0], loss, step_s=median,
+        ctas=args.ctas, high_priority=args.high_priority,
         versions=f"torch {torch.__version__}" + (f", {torch.cuda.get_device_name()}" if device.type == "cuda" else ""),
     )  # fmt: skip
     if args.profile:
@@ -222,6 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--ctas", type=int, help="multiprocessors that a collective of NCCL may take at most")
+    parser.add_argument("--high-priority", action="store_true", help="NCCL's kernels start before others")
     commands = parser.add_subparsers(dest="command", required=True)
     a = commands.add_parser("check")
     a.add_argument("names", nargs="*")
@@ -239,7 +245,7 @@ def main() -> None:
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
-    init_distributed()
+    init_distributed(ctas=args.ctas, high_priority=args.high_priority)
     failed: list[str] = []
     if args.command == "train":
         for name in args.layouts:

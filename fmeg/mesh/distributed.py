@@ -24,12 +24,26 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def init_distributed(timeout: timedelta | None = None) -> None:
+def init_distributed(timeout: timedelta | None = None, *, ctas: int | None = None, high_priority: bool = False) -> None:
     """Join the process group that `torchrun` describes: NCCL on CUDA (device `LOCAL_RANK`), else Gloo. Idempotent.
 
-    Raises MeshError where the environment describes none.
+    ctas           how many thread blocks, each on a multiprocessor (SM) of its own, a collective of NCCL may take at
+                   most; None: NCCL decides. Fewer leave more to the products beside it, and move less a second
+    high_priority  NCCL's kernels start before others that wait for a multiprocessor
+
+    Meshes make their groups alike. Neither means anything to Gloo. Raises MeshError where the environment describes no
+    group, for `ctas` that is no positive int, and where either is asked of a group that was made before.
+
+    Source: NCCL user guide, ncclConfig_t.maxCTAs.
     """
+    if ctas is not None and (isinstance(ctas, bool) or not isinstance(ctas, int) or ctas < 1):
+        raise MeshError(f"init_distributed: ctas must be an int >= 1, or None, given {ctas!r}")
     if dist.is_initialized():
+        if ctas is not None or high_priority:
+            raise MeshError(
+                "init_distributed: the processes have joined already, so ctas and high_priority come too late. "
+                "Call init_distributed before a Mesh is used"
+            )
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -46,7 +60,10 @@ def init_distributed(timeout: timedelta | None = None) -> None:
                 "Start one process a GPU, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs with Gloo"
             )
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        options = _nccl_options(None, ctas, high_priority) if ctas is not None or high_priority else None
+        if options is not None and timeout is not None:
+            options._timeout = timeout
+        dist.init_process_group("nccl", timeout=timeout, device_id=device, pg_options=options)
     else:
         dist.init_process_group("gloo", timeout=timeout)
 
@@ -269,8 +286,27 @@ class DistributedBackend:
             return dist.group.WORLD
         if mask and mask not in self._process_groups:
             groups = self.index.groups(self.index.axes(mask))
-            self._process_groups[mask] = dist.new_subgroups_by_enumeration([list(g) for g in groups])[0]
+            ranks, options = [list(g) for g in groups], self._options()
+            self._process_groups[mask] = dist.new_subgroups_by_enumeration(ranks, pg_options=options)[0]
         return self._process_groups.get(mask)
+
+    def _options(self) -> Any:
+        """Of a new group: multiprocessors and priority as all processes' group has them."""
+        if not self._nccl or dist.group.WORLD is None:
+            return None
+        world: Any = getattr(dist.group.WORLD._get_backend(self._device), "options", None)
+        if not isinstance(world, dist.ProcessGroupNCCL.Options):  # wrapped, for debugging
+            return None
+        return _nccl_options(world.config.min_ctas, world.config.max_ctas, world.is_high_priority_stream)
+
+
+def _nccl_options(min_ctas: int | None, max_ctas: int | None, high_priority: bool) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if min_ctas is not None:
+        options.config.min_ctas = min_ctas
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
 
 
 def _cuda_device() -> torch.device:

@@ -8,6 +8,7 @@ import torch
 
 import fmeg
 from fmeg import Layout, Mesh, TrainState, optim, tree
+from fmeg.mesh import init_distributed
 from fmeg.models import llama
 
 pytestmark = pytest.mark.gpu
@@ -104,3 +105,24 @@ def test_nccl_group_of_one(tmp_path):
     finally:
         dist.destroy_process_group()
     assert losses == pytest.approx(_train(_config(), "cpu")[0], rel=1e-12)
+
+
+def test_nccl_takes_as_many_multiprocessors_as_it_may(monkeypatch):
+    import torch.distributed as dist
+
+    where = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29641")
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    init_distributed(ctas=4, high_priority=True)
+    try:
+        backend = Mesh(dp=1, tp=1, backend="distributed").backend()
+        world = dist.group.WORLD._get_backend(backend.device).options
+        assert (world.config.max_ctas, world.is_high_priority_stream) == (4, True)
+        again = backend._options()
+        assert (again.config.max_ctas, again.is_high_priority_stream) == (4, True)
+        group = dist.new_group([0], pg_options=again)
+        x = torch.ones(3, device=backend.device)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmeg.mesh import LoopBackend, Mesh, SingleBackend, VmapBackend
+from fmeg.mesh import LoopBackend, Mesh, SingleBackend, VmapBackend, init_distributed
 from fmeg.program.errors import MeshError
 
 
@@ -111,3 +113,43 @@ def test_distributed_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MeshError, match="torchrun"):
         Mesh(dp=4, backend="distributed").backend()
     assert isinstance(Mesh(dp=4, backend="loop").backend(), LoopBackend)
+
+
+@pytest.mark.parametrize("ctas", [0, -1, True, 2.0])
+def test_ctas_are_a_positive_number(ctas):
+    with pytest.raises(MeshError, match="ctas must be an int >= 1, or None"):
+        init_distributed(ctas=ctas)
+
+
+def test_options_of_groups_come_before_them(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    init_distributed()
+    for how in ({"ctas": 4}, {"high_priority": True}):
+        with pytest.raises(MeshError, match="joined already"):
+            init_distributed(**how)
+
+
+def test_nccl_is_told_how_much_it_may_take(monkeypatch):
+    class Options:
+        def __init__(self, is_high_priority_stream=False):
+            self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace()
+
+    asked = []
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **kwargs: asked.append(kwargs))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    init_distributed()
+    init_distributed(timedelta(seconds=5), ctas=4)
+    init_distributed(high_priority=True)
+    plain, few, urgent = (kwargs["pg_options"] for kwargs in asked)
+    assert plain is None
+    assert vars(few.config) == {"max_ctas": 4} and few._timeout == timedelta(seconds=5)
+    assert not few.is_high_priority_stream
+    assert urgent.is_high_priority_stream and vars(urgent.config) == {}
