@@ -14,7 +14,8 @@ _SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 
 def reduce_layers(program: Program) -> Program:
     """Sums over mesh axes that alone read a backward scan's stacked result move into its body."""
-    program = with_nodes(program, [p for n in program.nodes for p in (parts(n) if n.op in _SUMS else [n])])
+    stacked = {id(o) for n in program.nodes if isinstance(n.op, LocalScanBackward) for o in n.outs}
+    program = with_nodes(program, [p for n in program.nodes for p in (parts(n) if _sums(n, stacked) else [n])])
     used = uses(program)
     inside: dict[int, dict[int, Node]] = {}  # scan -> number of the result -> its reduction
     for n in program.nodes:
@@ -26,6 +27,10 @@ def reduce_layers(program: Program) -> Program:
     gone = {id(r) for found in inside.values() for r in found.values()}
     nodes = [_with(n, inside[id(n)]) if id(n) in inside else n for n in program.nodes if id(n) not in gone]
     return with_nodes(program, nodes)
+
+
+def _sums(n: Node, made: set[int]) -> bool:
+    return n.op in _SUMS and any(id(v) in made for v in n.operands())
 
 
 def _moves(n: Node) -> bool:

@@ -232,6 +232,7 @@ def test_loops_hide_what_stands_beside_them(late):
     again = [i for i in gathers if begin < i < reduce]
     assert len(again) == 1 and ran in log[again[0] : reduce]
     assert log[reduce:reduced].count(ran) > 3
+    assert sum(e[:2] == ("begin", "reduce_scatter") for e in log) == 3 + 2  # one a layer, the head's, the last norm's
 
 
 def real_processes() -> None:
