@@ -86,6 +86,7 @@ class DistributedBackend:
 
     overlap     whether steps begin collectives early and wait for them late (`start_…`), so that they go on beside
                 computation: NCCL's on a stream of its own, Gloo's on a thread. Set it to False before `jit` to compare
+    leaves      `start_reduce_scatter` takes memory in which it may leave its results
 
     Raises MeshError when the mesh is not as large as the world.
     """
@@ -93,6 +94,7 @@ class DistributedBackend:
     name = "distributed"
     plain = True
     overlap = True
+    leaves = True
 
     def __init__(self, mesh: Mesh) -> None:
         init_distributed()
@@ -159,14 +161,16 @@ class DistributedBackend:
         started = group.transport.start_gather(xs)
         return lambda: [_merge(x, d) for x, d in zip(started(), dims, strict=True)]
 
-    def start_reduce_scatter(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> Started:
-        """`reduce_scatter`, begun, likewise."""
+    def start_reduce_scatter(
+        self, xs: Sequence[Value], axes: Axes, dims: Sequence[int], outs: Sequence[Tensor | None] = ()
+    ) -> Started:
+        """`reduce_scatter`, begun, likewise. `outs`: memory in which results may be left."""
         group, same = self.group(axes), list(xs)
         n = len(group.ranks)
         dims = checks.split_dimensions("reduce_scatter", dims, [x.shape for x in xs], axes, n)
         if n == 1:
             return lambda: same
-        return group.transport.start_reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)])
+        return group.transport.start_reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)], outs=outs)
 
     def all_to_all(
         self, xs: Sequence[Value], axes: Axes, split_dims: Sequence[int], concat_dims: Sequence[int]

@@ -84,16 +84,19 @@ class Transport:
 
         return _firsts(_packed([x[None] for x in xs], add))
 
-    def start_reduce_scatter(self, xs: Sequence[Tensor], later: bool = True) -> Started:
-        """`reduce_scatter`, begun."""
+    def start_reduce_scatter(
+        self, xs: Sequence[Tensor], later: bool = True, outs: Sequence[Tensor | None] = ()
+    ) -> Started:
+        """`reduce_scatter`, begun. `outs`: contiguous memory for results, where the communication library adds."""
         if self.ordered:
             exchanged = self._exchange(xs, later)
             return lambda: [self._fold(x, "sum") for x in exchanged()]
 
-        outs = [x.new_empty(x.shape[1:]) for x in xs]
+        given = [*outs] or [None] * len(xs)
+        results = [x.new_empty(x.shape[1:]) if o is None else o for x, o in zip(xs, given, strict=True)]
         sent = [self._by_position(x).contiguous() for x in xs]
-        pairs = [(o.view(-1), s.view(-1)) for o, s in zip(outs, sent, strict=True) if s.numel()]
-        return waiting(self._all_at_once("reduce_scatter", pairs, later), outs, sent)
+        pairs = [(o.view(-1), s.view(-1)) for o, s in zip(results, sent, strict=True) if s.numel()]
+        return waiting(self._all_at_once("reduce_scatter", pairs, later), results, sent)
 
     def _gather(self, xs: Sequence[Tensor], later: bool = False) -> Started:
         if not self.ordered:

@@ -84,8 +84,9 @@ class Executable:
         self.outputs = [(True, self._slot(o)) if isinstance(o, Value) else (False, o) for o in program.outputs]
         kept = {slot for is_slot, slot in self.outputs if is_slot}
         self.into = {self.outputs[o][1]: i for o, i in into.items() if self.outputs[o][0]}
+        self.left = self._left(groups) if self.into and later else {}
         dying, unused = self._deaths(groups, at_end, kept)
-        self.unused = tuple(s for s in range(self.n_inputs) if s in unused)
+        self.unused = tuple(s for s in range(self.n_inputs) if s in unused and s not in self.left.values())
         waits = {i: self._wait(g, d) for i, (g, d) in enumerate(zip(groups, dying, strict=True)) if g.begins}
         self.steps: list[Step] = [_nothing] * len(groups)
         for i, (g, d) in reversed([*enumerate(zip(groups, dying, strict=True))]):
@@ -139,6 +140,15 @@ class Executable:
             if slot not in kept:
                 dying[i].add(slot)
         return dying, set(self.slots.values()) - set(last) - kept
+
+    def _left(self, groups: Sequence[Group]) -> dict[int, int]:
+        """Results of reductions that are begun and may be left in memory that nothing reads, given for them."""
+        if not getattr(self.backend, "leaves", False):
+            return {}
+        read = {self.slots[id(v)] for g in groups for n in g.nodes for v in n.operands()}
+        begun = [n for g in groups if g.begins for n in g.nodes if n.op is REDUCE_SCATTER]
+        made = {self.slots[id(v)] for n in begun for v in n.outs}
+        return {o: i for o, i in self.into.items() if o in made and i not in read}
 
     def _needed_until(self, groups: Sequence[Group], read: Mapping[int, int], kept: set[int]) -> dict[int, int]:
         """For inputs that are to be written into, by slot: the last group that reads something else that lies there and
@@ -281,12 +291,20 @@ class Executable:
 
     def _begin(self, node: Node, dying: set[int]) -> Step:
         """Begins a collective; until it is waited for, what waits is where its first result will be."""
-        axes, rest, first = node.args[1], node.args[2:], self.outs(node)[0]
+        axes, rest, outs = node.args[1], node.args[2:], self.outs(node)
         start = getattr(self.backend, f"start_{node.op.name}")
-        read = self.reader(list(node.args[0]), dying)
+        read, first = self.reader(list(node.args[0]), dying), outs[0]
+        memory = [self.left.get(s) for s in outs]
 
         def run(env: list[Any]) -> None:
             env[first] = start(read(env), axes, *rest)
+
+        def run_into(env: list[Any]) -> None:
+            given = [None if m is None else env[m] for m in memory]
+            env[first] = start(read(env), axes, *rest, given)
+
+        if any(m is not None for m in memory):
+            return run_into
 
         return run
 

@@ -53,7 +53,9 @@ class _Body:
         self.memory = [o for o in direct if o not in cut.gives]
         self.main = ex.body(cut.main, writes=self.memory, adds=adds)
         self.ahead = ex.body(cut.ahead, later=True) if cut.ahead else None
-        self.behind = ex.body(cut.behind, later=True) if cut.behind else None
+        self.left = [] if adds else [o for o in direct if o in cut.gives]
+        behind = [cut.gives.index(o) for o in self.left]
+        self.behind = ex.body(cut.behind, writes=behind, later=True) if cut.behind else None
 
     def begin(self, inputs: Callable[[int], Any]) -> Waiting:
         """`inputs`: those of the body by number, for what runs ahead."""
@@ -74,10 +76,10 @@ class _Behind:
         self.body, self.collect = body, collect
         self.open: tuple[int, Waiting] | None = None
 
-    def step(self, i: int, handed: list[Any]) -> None:
+    def step(self, i: int, handed: list[Any], memory: Mapping[int, Any]) -> None:
         self.finish()
         if self.body.behind:
-            self.open = i, self.body.behind.start(handed)
+            self.open = i, self.body.behind.start([*handed, *(memory[o] for o in self.body.left)])
 
     def finish(self) -> None:
         if self.open is not None:
@@ -174,7 +176,7 @@ def scan(ex: Executable, node: Node, dying: set[int], riding: Sequence[Step] = (
             if op.keeps:
                 handle.append(got[n_c + n_y :])
             del got
-            behind.step(i, handed)
+            behind.step(i, handed, {})
         behind.finish()
         store(env, outs, [*carry, *(y.result() for y in ys), *([handle] if op.keeps else [])])
 
@@ -199,7 +201,8 @@ def scan_backward(ex: Executable, node: Node, dying: set[int], riding: Sequence[
         if given:
             stacks = [Stack(b, op.length) if x is None else Total(b, x) for x in given[0]]
             given.clear()
-        for o in (o for o in body.memory if stacks[o - n_c].buffer is None):
+        written = [*body.memory, *body.left]
+        for o in (o for o in written if stacks[o - n_c].buffer is None):
             t = op.body.outputs[o].type
             stacks[o - n_c].buffer = torch.empty((op.length, *t.shape), dtype=t.dtype, device=b.device)
         sums = [Sum(b) for _ in range(n_out - n_c - n_x)]
@@ -224,13 +227,14 @@ def scan_backward(ex: Executable, node: Node, dying: set[int], riding: Sequence[
             waiting = ahead(i - 1) if i else _all(riding, env)
             inputs = [*cts, *(y[i] for y in y_slices), *handle.pop(), *(x[i] for x in x_slices), *consts]
             cts.clear()
-            got, handed = body.run(inputs, fetched, {o: stacks[o - n_c].buffer[i] for o in body.memory})
+            memory = {o: stacks[o - n_c].buffer[i] for o in written}
+            got, handed = body.run(inputs, fetched, memory)
             cts = got[:n_c]
             for k in range(n_c, n_out):
                 if k not in body.gives:
                     put(i, k, got[k])
             del got
-            behind.step(i, handed)
+            behind.step(i, handed, memory)
         behind.finish()
         store(env, outs, [*cts, *(s.result() for s in stacks), *(t.result() for t in sums)])
 

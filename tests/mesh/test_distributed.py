@@ -76,6 +76,7 @@ def library_sums() -> None:
             ref.sample((n,), torch.int64, rank),
         ]
         kept = [x.clone() for x in xs]
+        outs = [None, xs[1].new_empty(2, 2), None]
         for got, want in (
             (native.all_reduce(xs, "sum"), ordered.all_reduce(xs, "sum")),
             (native.all_reduce(xs, "max"), ordered.all_reduce(xs, "max")),
@@ -83,6 +84,8 @@ def library_sums() -> None:
             (native.gather(xs), ordered.gather(xs)),
             (native.start_gather(xs)(), ordered.gather(xs)),
             (native.start_reduce_scatter(xs)(), ordered.reduce_scatter(xs)),
+            (native.start_reduce_scatter(xs, outs=outs)(), ordered.reduce_scatter(xs)),
+            ([outs[1]], ordered.reduce_scatter(xs)[1:2]),
             (native.all_reduce(xs[:1], "sum"), ordered.all_reduce(xs[:1], "sum")),
         ):
             for g, w in zip(got, want, strict=True):
