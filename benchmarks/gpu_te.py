@@ -29,7 +29,7 @@ from fmeg.ops.attention import attention_bwd_p, attention_p
 from fmeg.ops.einsum import einsum, einsum_matrices
 from fmeg.ops.rms_norm import rms_norm
 from fmeg.precision.formats import Format, amax, quantize
-from fmeg.precision.scaled import scaled_einsum
+from fmeg.precision.scaled import scaled_einsum_p
 
 BF16, E4M3 = torch.bfloat16, Format("e4m3")
 EXPERTS, WIDE, INSIDE = 128, 2048, 768  # of Qwen3-30B-A3B
@@ -119,7 +119,8 @@ def fp8(cfg: Any, b: int, s: int) -> Iterator[tuple[str, Fn, Fn]]:
 
     def ours(grids: Any, fast: bool) -> Fn:
         cast = [torch.compile(lambda t, g=g: quantize(t, amax(t, g), g, E4M3), dynamic=False) for g in grids]
-        return lambda: scaled_einsum("b d, f d -> b f", *cast[0](x), *cast[1](w), grids, BF16, fast)
+        product = scaled_einsum_p.run()
+        return lambda: product("b d, f d -> b f", *cast[0](x), *cast[1](w), grids, BF16, fast)
 
     def theirs(kinds: tuple[int, int], fast: bool) -> Tensor:
         return te.fp8_product(te.quantized(x, kinds[0]), te.quantized(w, kinds[1]), split=not fast)

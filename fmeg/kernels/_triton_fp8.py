@@ -131,15 +131,15 @@ def pair(
     live = (row < rows) & (col < columns)
     at = base + row.to(tl.int64) * columns + col
     a, b = _values(x, y, z, at, tl.minimum(row, rows - 1), tl.minimum(col, columns - 1), live, KIND, ROUND)
-    s = _scale(amax1, layer, FACTOR, TINY, POWER)
-    _store(a, s, q1, t1, base, row, col, live, rows, columns, LARGEST)
-    first = tl.program_id(0) == 0
-    tl.store(s1 + layer, s, mask=first)
     if SEEN:
         _note(seen + layer, tl.max(tl.max(_bits(a), 1), 0))
+        if KIND == GATED_BWD:
+            _note(seen + 1, tl.max(tl.max(_bits(b), 1), 0))
+    first = tl.program_id(0) == 0
+    s = _scale(amax1, layer, FACTOR, TINY, POWER)
+    _store(a, s, q1, t1, base, row, col, live, rows, columns, LARGEST)
+    tl.store(s1 + layer, s, mask=first)
     if KIND == GATED_BWD:
         s = _scale(amax2, layer, FACTOR, TINY, POWER)
         _store(b, s, q2, t2, base, row, col, live, rows, columns, LARGEST)
         tl.store(s2 + layer, s, mask=first)
-        if SEEN:
-            _note(seen + 1, tl.max(tl.max(_bits(b), 1), 0))

@@ -21,7 +21,7 @@ from fmeg.kernels.rows import _power, _processors
 
 KINDS = ("plain", "rms_norm", "swiglu", "swiglu_bwd")
 WIDEST = 16384
-TILE = 64  # of rows and columns: few enough registers that five programs share a processor
+TILES = {"swiglu": (32, 64), "swiglu_bwd": (32, 64)}  # rows and columns; others 64 x 64: see benchmarks/RESULTS.md
 
 
 def _programs() -> Any:
@@ -52,9 +52,9 @@ def amax(x: Tensor, y: Tensor | None, z: Tensor | None, kind: str, layers: int, 
     x, y, z = x.contiguous(), _contiguous(y), _contiguous(z)
     out = torch.zeros(_values(kind) * layers, dtype=torch.int32, device=x.device)
     n = x.numel() // layers
-    block = 2048
+    block = 1024 if kind == "plain" else 2048
     blocks = -(-n // block)
-    programs = min(blocks, max(1, 8 * _processors(x.device) // layers))
+    programs = min(blocks, max(1, 16 * _processors(x.device) // layers))
     _programs().amax[(programs, layers)](
         x, y, z, out, n, KIND=KINDS.index(kind), ROUND=rounded, EACH=-(-blocks // programs), BLOCK=block
     )
@@ -100,11 +100,12 @@ def pair(
     columns = x.numel() // layers // rows
     made = results[:3] if _values(kind) == 1 else results[:6]
     noted = results[-1].zero_() if seen else None
-    _programs().pair[(-(-rows // TILE) * -(-columns // TILE), layers)](
+    high, wide = TILES.get(kind, (64, 64))
+    _programs().pair[(-(-rows // high) * -(-columns // wide), layers)](
         x, y, z, amax1, amax2, *made, *[None] * (6 - len(made)),
         noted.view(torch.int32) if noted is not None else None, rows, columns,
         KIND=KINDS.index(kind), ROUND=rounded, FACTOR=1.0 / largest, LARGEST=largest, TINY=tiny, POWER=power,
-        SEEN=seen, ROWS=TILE, COLUMNS=TILE, num_warps=4,
+        SEEN=seen, ROWS=high, COLUMNS=wide, num_warps=4,
     )  # fmt: skip
     return results
 
