@@ -6,8 +6,9 @@
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two --device cpu --tiny train fsdp                 # a rehearsal, Gloo
 
 Layouts, over all n GPUs: `fsdp` (parameters and optimizer sharded, gathered layer by layer), `tensor` (tensor and
-sequence parallel), `pipeline` (1F1B) and `pipeline-zb` (ZB-H1). Models and arithmetic as in `benchmarks.gpu`; the
-global batch has `--rows` rows, in `--microbatches` microbatches where there is a pipeline.
+sequence parallel), `pipeline` (1F1B), `pipeline-zb` (ZB-H1) and `experts` (FSDP, experts apart: for `--model M1`).
+Models and arithmetic as in `benchmarks.gpu`; the global batch has `--rows` rows, in `--microbatches` microbatches where
+there is a pipeline.
 
 tokens/s      median over the steps after the first five, GPUs synchronised at each step's end; of all GPUs, and of one
 peak bytes    `torch.cuda.max_memory_allocated` of the first GPU after the first step
@@ -30,10 +31,11 @@ import torch
 import torch.distributed as dist
 
 import fmeg
-from benchmarks.gpu import MODELS, PEAK, WARM, random_state
+from benchmarks.gpu import MODELS, PEAK, WARM, Config, loss_of, model_of, random_state
 from fmeg import Layout, Mesh, TrainState, optim, tree
 from fmeg.mesh import init_distributed
-from fmeg.models import llama
+from fmeg.models import llama, moe
+from fmeg.ops import Router
 from fmeg.testing import verify
 
 Spans = list[tuple[float, float]]
@@ -42,15 +44,21 @@ TINY = (
                  compute_dtype=torch.bfloat16),
     (2, 64),
 )  # fmt: skip
+TINY_MOE = (
+    moe.Config(vocab_size=512, embed=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=8, expert_ff=32,
+               router=Router(2), compute_dtype=torch.bfloat16),
+    (2, 64),
+)  # fmt: skip
 SEQUENCE = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
 SHARDED = dict(batch="dp", params=dict(embed="dp"), opt=dict(embed="dp"))
+MOE: dict[str, Any] = dict(experts="dp", **SHARDED)
 LAYOUTS: dict[str, tuple[str, Layout, str | None]] = {
+    "experts": ("dp", Layout(**MOE), None),
     "fsdp": ("dp", Layout(**SHARDED), None),
     "tensor": ("tp", Layout(**SEQUENCE), None),
     "pipeline": ("pp", Layout(layers="pp"), "1f1b"),
     "pipeline-zb": ("pp", Layout(layers="pp"), "zb_h1"),
 }
-MOE: dict[str, Any] = dict(experts="dp", **SHARDED)
 CHECKS: dict[str, tuple[str, str, Layout, str | None]] = {
     "fsdp": (verify.DEFAULT, "dp", Layout(**SHARDED), None),
     "tensor": (verify.DEFAULT, "tp", Layout(heads="tp", kv_heads="tp", ff="tp", vocab="tp"), None),
@@ -108,12 +116,12 @@ def mesh_over(axis: str, overlap: bool) -> Mesh:
     return mesh
 
 
-def make_step(cfg: llama.Config, **how: Any) -> tuple[Any, Any]:
+def make_step(cfg: Config, **how: Any) -> tuple[Any, Any]:
     """(train step, optimizer). how: microbatches, schedule."""
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1))
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        grad = fmeg.value_and_grad(lambda p, b: llama.loss(p, b, cfg), **how)
+        grad = fmeg.value_and_grad(loss_of(cfg), **how)
         (loss, _), grads = grad(state.params, batch)
         updates, opt = optimizer.update(grads, state.opt, state.params)
         return state.next(params=optim.apply_updates(state.params, updates), opt=opt), {"loss": loss}
@@ -123,7 +131,7 @@ def make_step(cfg: llama.Config, **how: Any) -> tuple[Any, Any]:
 
 def train(name: str, args: argparse.Namespace) -> Row:
     """Some steps with one layout."""
-    cfg, (_, seq) = TINY if args.tiny else MODELS[args.model]
+    cfg, (_, seq) = (TINY_MOE if args.model.startswith("M") else TINY) if args.tiny else MODELS[args.model]
     axis, layout, schedule = LAYOUTS[name]
     mesh = mesh_over(axis, not args.no_overlap)
     device = mesh.device
@@ -148,9 +156,10 @@ def train(name: str, args: argparse.Namespace) -> Row:
     median = statistics.median(times[min(WARM, args.steps - 1) :])
     tokens, n = rows * seq / median, mesh.size
     model, microbatches = "tiny" if args.tiny else args.model, args.microbatches if schedule else 1
+    mfu = tokens / n * model_of(cfg).flops_per_token(cfg, seq) / PEAK
     row = Row(
         model, name, args.mode, not args.no_overlap, n, rows, seq, microbatches,
-        tokens, tokens / n, tokens / n * llama.flops_per_token(cfg, seq) / PEAK, peak, times[0], loss, step_s=median,
+        tokens, tokens / n, mfu, peak, times[0], loss, step_s=median,
         ctas=args.ctas, high_priority=args.high_priority,
         versions=f"torch {torch.__version__}" + (f", {torch.cuda.get_device_name()}" if device.type == "cuda" else ""),
     )  # fmt: skip
