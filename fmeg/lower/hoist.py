@@ -66,20 +66,33 @@ def _only_cast(readers: list[Node | None]) -> torch.dtype | None:
 def _with_cast(node: Node, cast: dict[int, Value]) -> Node:
     """The scan with cast stacks, and without the casts in its body."""
     new: dict[int, Value] = {}
+    gone: set[int] = set()
     inputs = list(node.op.body.inputs)
     for v, inner in slices_of(node):
         if id(v) in cast:
             fresh = Value(TensorType(inner.shape, cast[id(v)].dtype), name=inner.name)
             inputs[next(i for i, x in enumerate(inputs) if x is inner)] = fresh
-            new[id(inner)] = fresh
+            for n in uses(node.op.body).get(id(inner), []):
+                if n is not None:
+                    gone.add(id(n))
+                    new[id(n.outs[0])] = fresh
     nodes = []
     for n in node.op.body.nodes:
-        if n.op is _to_copy and id(n.args[0]) in new:
-            new[id(n.outs[0])] = new[id(n.args[0])]
-        else:
-            nodes.append(with_operands(n, lambda v: new.get(id(v), v)))
+        if id(n) in gone:
+            continue
+        nodes.append(with_operands(n, lambda v: new.get(id(v), v)))
     body = node.op.body
     outputs = tuple(map_values(lambda v: new.get(id(v), v), list(body.outputs)))
     op = replace(node.op, body=Program(tuple(inputs), nodes, outputs, body.names, body.name))
-    args = map_values(lambda v: cast.get(id(v), v), node.args)
-    return Node(op, args, node.kwargs, node.outs, node.source, node.phase, node.tags)
+    return Node(op, _with_stacks(node, cast), node.kwargs, node.outs, node.source, node.phase, node.tags)
+
+
+def _with_stacks(node: Node, cast: dict[int, Value]) -> tuple:
+    """The scan's args with cast stacks; what it takes whole as well stays as it is."""
+    op, args = node.op, list(node.args)
+    if isinstance(op, LocalScanBackward):
+        args[3] = type(args[3])(cast.get(id(v), v) for v in args[3])
+    else:
+        at = slice(op.n_carry, op.n_carry + op.n_xs)
+        args[at] = [cast.get(id(v), v) for v in args[at]]
+    return tuple(args)

@@ -28,7 +28,7 @@ def exchange_lookups(program: Program) -> Program:
     for n in program.nodes:
         if n.op is embedding_p:
             gather = maker.get(id(n.args[0]))
-            if gather is not None and used[id(n.args[0])] == [n] and _along(gather, ALL_GATHER, 1):
+            if gather is not None and used[id(n.args[0])] == [n] and _along(gather, ALL_GATHER, 1) and n.args[1].shape:
                 table, ids, axes = gather.args[0][0], n.args[1], gather.args[1]
                 parts = n.args[0].shape[1] // table.shape[1]
                 if parts * ids.type.numel < table.shape[0]:
@@ -45,7 +45,7 @@ def exchange_lookups(program: Program) -> Program:
                 ct, ids, rows = lookup.args
                 axes, width = n.args[1], n.outs[0].shape[1]
                 parts = ct.shape[-1] // width
-                if parts * ids.type.numel < rows and ids.shape[0] > 0:
+                if parts * ids.type.numel < rows and ids.shape and ids.shape[0] > 0:
                     every = _gathered(ids, axes, parts, lookup)
                     shape = (parts * ct.shape[0], *ct.shape[1:-1], width)
                     sent = _node(ALL_TO_ALL, ([ct], axes, (ct.ndim - 1,), (0,)), shape, lookup, ct.dtype)

@@ -1,12 +1,13 @@
 """Runs of compute nodes compiled by Inductor: one fused function a run, made at its first call, once for all layers.
 
 The run is generated as Python first (see `segment`), traced at the shapes and strides of its first call, and compiled
-with static shapes. Inductor keeps what it compiled on disk (`TORCHINDUCTOR_CACHE_DIR`).
+with static shapes; at other strides (a carry that its loop's body transposes) again. Inductor keeps what it compiled on
+disk (`TORCHINDUCTOR_CACHE_DIR`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ Slots = Mapping[int, int]
 
 
 class Inductor:
-    """A function from a list of tensors to a tuple of tensors, compiled when it is first called.
+    """A function from a list of tensors to a tuple of tensors, compiled when it is first called, and for other strides
+    when they first come.
 
     >>> f = Inductor(lambda values: (values[0] + values[1] * 2,), "example")
     >>> f([torch.ones(3), torch.ones(3)])
@@ -28,15 +30,17 @@ class Inductor:
 
     def __init__(self, fn: Run, name: str) -> None:
         self.fn, self.name = fn, name
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: dict[tuple[tuple[int, ...], ...], Callable[..., Any]] = {}
 
     def __call__(self, values: Sequence[torch.Tensor]) -> Any:
         values = _distinct(values)
-        if self.compiled is not None:
-            return self.compiled(*values)
-        self.compiled = _compile(self.fn, values)
+        strides = tuple([x.stride() for x in values])
+        known = self.compiled.get(strides)
+        if known is not None:
+            return known(*values)
+        known = self.compiled[strides] = _compile(self.fn, values)
         try:
-            return self.compiled(*values)
+            return known(*values)
         except torch._dynamo.exc.Unsupported as error:  # raised on the way out, it hides what went wrong
             raise RuntimeError(f"{self.name}: compiled, it failed when it first ran") from error.__context__ or error
 
@@ -65,10 +69,12 @@ def in_place(
     name: str,
     into: Mapping[int, int],
     add: bool,
+    lying: Container[int],
 ) -> Run:
-    """As `segment.in_place`, compiled: a function on the environment itself. `into` and `add` as in `as_function`."""
+    """As `segment.in_place`, compiled: a function on the environment itself. `into`, `add` and `lying` as in
+    `as_function`."""
     needed = {slots[id(v)] for n in nodes for v in n.outs} - dying
-    chunk = as_function(nodes, slots, needed, device, name, reuse=False, into=into, add=add)
+    chunk = as_function(nodes, slots, needed, device, name, reuse=False, into=into, add=add, lying=lying)
     run = Inductor(chunk.fn, name)
     gone = tuple(s for s in chunk.ins if s in dying)
 

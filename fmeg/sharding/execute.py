@@ -33,7 +33,7 @@ from fmeg.sharding.groups import Group, alone, first_ahead, grouped, opaque
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 from fmeg.sharding.loops import store
 from fmeg.sharding.partition import LOCAL_SLICE
-from fmeg.sharding.reuse import lying_in
+from fmeg.sharding.reuse import apart, lying_in
 from fmeg.sharding.segment import NOTHING, Chunk, as_function, by_variation
 
 Mode = Literal["eager", "inductor", "cudagraph"]
@@ -127,7 +127,7 @@ class Executable:
         for i, waits in (*enumerate(g.waits for g in groups), (len(groups), at_end)):
             for v in (v for w in waits for v in groups[w].nodes[0].operands()):
                 read[self.slots[id(v)]] = max(read[self.slots[id(v)]], i)
-        until = self._needed_until(groups, read, kept) if self.into else {}
+        until = self._needed_until(groups, read, kept)
         if self.adds:  # a sum in a result's place is for nobody who wants that result alone
             results = [slot for is_slot, slot in self.outputs if is_slot]
             self.into = {o: i for o, i in self.into.items() if results.count(o) == 1 and last.get(o) == made.get(o)}
@@ -154,8 +154,12 @@ class Executable:
         """For inputs that are to be written into, by slot: the last group that reads something else that lies there and
         was made before that group, or the number of groups if a result lies there."""
         wanted = set(self.into.values())
-        nodes = [n for g in groups for n in g.nodes]
-        found = lying_in(nodes, {i for i, slot in self.slots.items() if slot in wanted})
+        nodes = [n for g in groups for n in g.nodes] if wanted else []
+        size = self.backend.mesh.axis_size
+        found = lying_in(
+            nodes, {i for i, slot in self.slots.items() if slot in wanted}, lambda axes: size(tuple(axes)) == 1
+        )
+        self.lying = frozenset(self.slots[v] for v in found)
         made = {self.slots[id(v)]: k for k, g in enumerate(groups) for n in g.nodes for v in n.outs}
         until: dict[int, int] = {}
         for v, where in found.items():
@@ -214,13 +218,14 @@ class Executable:
         if isinstance(op, LocalAccumulate):
             return loops.accumulate(self, nodes[0], dying)
         if hasattr(op, "build"):
-            return self._built(nodes[0], op, dying)
+            return self._alone(nodes, dying, self._built(nodes[0], op, dying))
         if self.backend.plain:
             where = (nodes, self.slots, dying, self.backend.device, f"fmeg/{self.name}")
             if self.mode == "eager" or opaque(nodes[0]):
-                return segment.in_place(*where)
+                return self._alone(nodes, dying, segment.in_place(*where))
             made = {self.slots[id(v)] for n in nodes for v in n.outs}
-            return compiled.in_place(*where, {o: i for o, i in self.into.items() if o in made}, self.adds)
+            into = {o: i for o, i in self.into.items() if o in made}
+            return compiled.in_place(*where, into, self.adds, self.lying)
         return self._segment(nodes, dying)
 
     def body(self, program: Program, writes: Sequence[int] = (), later: bool = False, adds: bool = False) -> Executable:
@@ -234,6 +239,21 @@ class Executable:
             made = Executable(wider, self.backend, self.bodies, self.mode, into, later, adds)
             self.bodies[key] = program, made  # the Program too: its id is its own while it lives
         return self.bodies[key][1]
+
+    def _alone(self, nodes: Sequence[Node], dying: set[int], step: Step) -> Step:
+        """The step; of its results only those known to lie in an input that is to be written into may do so."""
+        given = {self.slots[id(v)] for n in nodes for v in n.operands()} & self.lying
+        made = tuple({self.slots[id(v)] for n in nodes for v in n.outs} - dying - self.lying)
+        if not given or not made:
+            return step
+
+        def run(env: list[Any]) -> None:
+            values = [env[s] for s in given]
+            step(env)
+            for s in made:
+                env[s] = apart(env[s], values)
+
+        return run
 
     def _built(self, node: Node, op: Any, dying: set[int]) -> Step:
         """An operation that brings its own way to run."""

@@ -6,14 +6,16 @@ may share that memory with it (views, results of operations of which nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmeg.program.ir import Node, Value
+from fmeg.ops.collectives import PPERMUTE, Collective
+from fmeg.program.ir import Node, Value, values_in
 from fmeg.program.memory import is_view
-from fmeg.sharding.local import LocalScan
+from fmeg.sharding.local import LocalScan, LocalScanBackward
 
 aten = torch.ops.aten
 
@@ -90,11 +92,35 @@ def writers(nodes: Sequence[Node], needed: set[int]) -> set[int]:
     return found
 
 
-def lying_in(nodes: Sequence[Node], inputs: set[int]) -> dict[int, set[int]]:
-    """For values by id, in which of `inputs`, by id, they may lie: views of them, and what a loop may hand through."""
+def lying_in(
+    nodes: Sequence[Node], inputs: set[int], alone: Callable[[Sequence[str]], bool] = lambda axes: False
+) -> dict[int, set[int]]:
+    """For values by id, in which of `inputs`, by id, they may lie: views of them, and what a loop or a collective may
+    hand through.
+
+    alone   whether mesh axes are one rank, so that collectives along them do nothing
+    What this does not find must lie in memory of its own (see `apart`).
+    """
     found = {i: {i} for i in inputs}
     for n in nodes:
-        if is_view(n) or isinstance(n.op, LocalScan):
-            where = {i for v in n.operands() for i in found.get(id(v), ())}
-            found.update((id(o), where) for o in n.outs if where)
+        where = {i for v in _handed_on(n, alone) for i in found.get(id(v), ())}
+        found.update((id(o), where) for o in n.outs if where)
     return found
+
+
+def _handed_on(n: Node, alone: Callable[[Sequence[str]], bool]) -> list[Value]:
+    """The operands in whose memory results may lie."""
+    if isinstance(n.op, LocalScanBackward):
+        return list(values_in(n.args[:2]))  # cotangents that every step hands on as they are
+    if isinstance(n.op, Collective):
+        return n.operands() if n.op is PPERMUTE or alone(n.args[1]) else []
+    return n.operands() if is_view(n) or isinstance(n.op, LocalScan) else []
+
+
+def apart(x: Any, given: Sequence[Any]) -> Any:
+    """x, or a copy of it if it lies in the memory of a given tensor."""
+    if not isinstance(x, Tensor):
+        return x
+    here = x.untyped_storage()._cdata
+    shared = any(isinstance(v, Tensor) and v.untyped_storage()._cdata == here for v in given)
+    return x.clone() if shared else x

@@ -26,7 +26,7 @@ from fmeg.program.gradient import MIRROR
 from fmeg.program.ir import Node, Value, values_in
 from fmeg.program.primitive import Primitive
 from fmeg.sharding.lowering import lowering, returns_sequence
-from fmeg.sharding.reuse import IN_PLACE, writers
+from fmeg.sharding.reuse import IN_PLACE, apart, writers
 
 Slots = Mapping[int, int]  # id of a value -> its place in the environment
 Run = Callable[[list[Any]], Any]
@@ -150,11 +150,13 @@ def as_function(
     reuse: bool = True,
     into: Mapping[int, int] = NOTHING,
     add: bool = False,
+    lying: Container[int] = (),
 ) -> Chunk:
     """The nodes as a function from the values that they use to those of its values that are `needed` afterwards.
 
     `reuse`: operations may write into the memory of values that are not needed any more. `into`: results, by slot, that
-    are copied at the end into the memory of a value that is given up, or with `add` added to what is there.
+    are copied at the end into the memory of a value that is given up, or with `add` added to what is there. `lying`:
+    slots of values that are known to lie in such memory; no other value may.
     """
     made = [slots[id(v)] for n in nodes for v in n.outs]
     inside = set(made)
@@ -177,6 +179,10 @@ def as_function(
             src.product(node, direct, into, add)
             continue
         src.node(node, [s for s in last if s in inside and s not in needed], id(node) in written)
+    given = "".join(f"v{s}, " for s in ins if s in read and s in lying)
+    if given:
+        alone = src.constant(apart, "f")
+        src.lines += [f"    v{s} = {alone}(v{s}, ({given}))" for s in outs if s not in lying and s not in done]
     write = "add_" if add else "copy_"
     src.lines += [f"    v{into[s]}.{write}(v{s})" for s in outs if s in into and s not in done]
     src.lines.append(f"    return ({''.join(f'v{into.get(s, s)}, ' for s in outs)})")

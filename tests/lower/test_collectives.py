@@ -71,6 +71,23 @@ def test_lookups_are_exchanged_where_that_moves_less(vocab, exchanges):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
+def test_a_lookup_of_one_row():
+    def step(params, i):
+        return fmeg.value_and_grad(lambda p, i: (ops.embedding(p["table"], i).sin().sum(), 1))(params, i)
+
+    table = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    args = {"table": table}, torch.tensor(3)
+    got = fmeg.jit(
+        step,
+        mesh=MESH,
+        layout=Layout(params=dict(embed="dp")),
+        axes={"params": {"table": AXES["table"]}},
+        mode="inductor",
+    )(*args)
+    for a, b in zip(tree.leaves(got), tree.leaves(step(*args)), strict=True):
+        assert torch.allclose(a.global_value(), b, rtol=1e-13)
+
+
 def test_a_reduction_that_a_loop_can_hide_is_begun_before_it():
     low, values = lowered(40, Layout(batch="dp"))
     program = hasten_reductions(inline(low.program))

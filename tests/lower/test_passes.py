@@ -90,6 +90,25 @@ def test_casts_leave_the_scans():
         assert torch.equal(a, b)
 
 
+def test_casts_leave_a_scan_that_takes_the_stack_whole_too_and_casts_again():
+    def fn(x):
+        def layer(c, r):
+            narrow = r.float()
+            return c + narrow.double() + (narrow + 1 / 3).double(), (narrow * 3).sum()
+
+        return fmeg.scan(lambda c, r: layer(c + x, r), x, x)
+
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    program = fmeg.jit(fn).lower(x).program
+    hoisted = everywhere(hoist_casts, program)
+    hoisted.check()
+    assert [n.op for n in hoisted.nodes][0] is cast
+    backend = fmeg.Mesh().backend()
+    for p in (program, hoisted):
+        got = [y for y in Executable(p, backend)([x]) if isinstance(y, torch.Tensor)]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, fn(x), strict=True))
+
+
 def test_a_cast_of_the_head_waits_and_repeated_norms_are_one():
     low, values = lowered()
     program = everywhere(share, everywhere(delay, low.program))

@@ -9,6 +9,8 @@ import torch
 
 import fmeg
 from fmeg import Array, Layout, Mesh, TrainState, optim, tree
+from fmeg.ops.collectives import all_gather, all_reduce, ppermute
+from fmeg.program.primitive import Primitive
 from fmeg.sharding.compiled import Inductor
 from fmeg.sharding.graph import Graph
 
@@ -222,3 +224,63 @@ def test_a_graph_leaves_the_results_of_one_state_to_their_holder_when_another_co
     [other] = graph([torch.full((2,), 5.0), one])
     assert first.tolist() == [1, 1]
     assert other.tolist() == [6, 6]
+
+
+HANDS_ON = Primitive("hands_on", lambda x: x)
+
+
+def seen_by_a_product(state, x):
+    return {"w": state["w"] * 2 + x}, fmeg.einsum("a b -> b a", state["w"])
+
+
+def seen_by_a_primitive(state, x):
+    old = HANDS_ON(state["w"])
+    y, _ = fmeg.scan(lambda c, w: (torch.tanh(c + w), None), old[0] * 1, state["w"])
+    return {"w": state["w"] * 2 + x}, (old, (old * y).sum())
+
+
+@pytest.mark.parametrize("fn", [seen_by_a_product, seen_by_a_primitive], ids=lambda f: f.__name__)
+def test_what_operations_hand_through_is_not_written_over(fn):
+    state = {"w": torch.arange(12.0, dtype=torch.float64).reshape(3, 4) / 12}
+    got, want = both(fn, state, torch.ones((), dtype=torch.float64))
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "send",
+    [lambda w: all_reduce(w, ("dp",)), lambda w: all_gather(w, ("dp",), 0), lambda w: ppermute(w, ("dp",), [(0, 0)])],
+)
+def test_what_a_collective_of_one_rank_hands_through_is_not_written_over(send):
+    mesh, p = Mesh(dp=1), fmeg.P(None, None)
+
+    def step(state):
+        sent = fmeg.shard_map(send, mesh=mesh, in_specs=(p,), out_specs=p)(state["w"])
+        return {"w": state["w"] * 2 + 1}, sent
+
+    jitted = fmeg.jit(step, mesh=mesh, donate="state", mode="inductor")
+    state = {"w": torch.arange(6.0).reshape(2, 3)}
+    for i in range(3):
+        state, sent = jitted(state)
+        want = torch.arange(6.0).reshape(2, 3) * 2**i + 2**i - 1
+        assert torch.equal(sent.global_value(), want)
+
+
+def test_other_strides_are_compiled_anew():
+    def fn(x):
+        return x.reshape(3, 8).sin(), x.contiguous().view(24) * 2
+
+    jitted = fmeg.jit(fn, mode="inductor")
+    x = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
+    for y in (x, x.t().contiguous().t(), x[:1].expand(4, 6), torch.cat([x, x], 1)[:, ::2], x):
+        for a, b in zip(tree.leaves(jitted(y)), fn(y), strict=True):
+            assert torch.allclose(a.global_value(), b, rtol=1e-13)
+
+
+def test_a_carry_that_its_body_transposes():
+    def fn(x, w):
+        return fmeg.scan(lambda c, k: ((c.reshape(2, 8).reshape(4, 4) @ k).t(), c.flatten()), x, w)
+
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, dtype=torch.float64, generator=g) for s in ((4, 4), (3, 4, 4)))
+    for a, b in zip(tree.leaves(fmeg.jit(fn, mode="inductor")(x, w)), fn(x, w), strict=True):
+        assert torch.allclose(a.global_value(), b, rtol=1e-13)
