@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmeg.kernels import experts, grouped
 from fmeg.lower.hoist import slices_of
-from fmeg.lower.rewrite import in_order, uses, with_nodes
+from fmeg.lower.rewrite import depends, in_order, uses, with_nodes
 from fmeg.ops._common import transformed
 from fmeg.ops.activations import swiglu_bwd_p, swiglu_p
 from fmeg.ops.grouped import grouped_matmul_p, row_dot_p, scale_rows_p
@@ -159,7 +159,9 @@ def _backward(r: _Rewrite, n: Node) -> None:
     if scale is not None and r.readers(g) != [n]:
         scale = None
     ct, weights = scale.args if scale is not None else (g, None)
-    again = next((m for m in r.nodes if m.op is swiglu_p and m.args[0] is gate and m.args[1] is up), None)
+    given = (ct,) if weights is None else (ct, weights)
+    twins = (m for m in r.nodes if m.op is swiglu_p and m.args[0] is gate and m.args[1] is up)
+    again = next((m for m in twins if not any(depends(v, m, r.maker) for v in given)), None)  # not the forward pass's
     rows, f = gate.shape
     h: Value | TensorType = gate.type
     dw: Value | TensorType = TensorType((rows, 1), torch.promote_types(gate.dtype, torch.float32))

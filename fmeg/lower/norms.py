@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fmeg.kernels import rows
-from fmeg.lower.rewrite import in_order, uses, with_nodes
+from fmeg.lower.rewrite import depends, in_order, uses, with_nodes
 from fmeg.ops.rms_norm import rms_norm_bwd_p
 from fmeg.program.ir import Node, Program, Value
 from fmeg.program.primitive import Primitive
@@ -50,12 +50,13 @@ def add_residual(program: Program) -> Program:
             norm = maker.get(id(mine))
             if norm is None or norm.op is not rms_norm_bwd_p or mine is not norm.outs[0] or id(norm) in dropped:
                 continue
-            if used[id(mine)] != [n] or other.type != mine.type or other is mine:
+            if used[id(mine)] != [n] or other.type != mine.type or other is mine or depends(other, norm, maker):
                 continue
             x, w, ct = norm.args[:3]
-            swapped[id(n)] = Node(
-                rms_norm_bwd_add_p, (x, w, ct, other), norm.kwargs, (n.outs[0], *norm.outs[1:]), norm.source, n.phase
-            )
+            outs = (n.outs[0], *norm.outs[1:])
+            made = Node(rms_norm_bwd_add_p, (x, w, ct, other), norm.kwargs, outs, norm.source, n.phase)
+            swapped[id(n)] = made
+            maker.update((id(o), made) for o in outs)
             dropped.add(id(norm))
             break
     kept = [swapped.get(id(n), n) for n in program.nodes if id(n) not in dropped]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,20 @@ def uses(program: Program) -> dict[int, list[Node | None]]:
     for v in values_in(program.outputs):
         found.setdefault(id(v), []).append(None)
     return found
+
+
+def depends(v: Value, on: Node, maker: Mapping[int, Node]) -> bool:
+    """Whether a value needs a node's results. `maker`: of values by id, the node that makes each."""
+    seen: set[int] = set()
+    open_ = [v]
+    while open_:
+        n = maker.get(id(open_.pop()))
+        if n is on:
+            return True
+        if n is not None and id(n) not in seen:
+            seen.add(id(n))
+            open_ += n.operands()
+    return False
 
 
 def in_order(nodes: Sequence[Node]) -> list[Node] | None:

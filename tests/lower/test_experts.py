@@ -14,7 +14,7 @@ from fmeg.models import moe, presets
 from fmeg.sharding.execute import Executable
 from fmeg.sharding.local import LocalScan, LocalScanBackward
 from fmeg.step.lowered import Compiled
-from tests.ops.experts import AXES, BATCH_AXES, problem, step
+from tests.ops.experts import AXES, BATCH_AXES, layer, problem, step
 
 
 def bodies(program):
@@ -68,6 +68,25 @@ def test_same_numbers(weighted, routing):
     loop = Mesh(dp=2, backend="loop")
     for mesh, layout in ((Mesh(), {}), (loop, dict(batch="dp", experts="dp")), (loop, dict(batch="dp"))):
         for a, b in zip(rewritten(jitted(weighted, "eager", mesh, **layout), *given), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("weighted", ["rows", "combine"])
+def test_layers_outside_a_loop(weighted):
+    """The activation of the forward pass, whose gradient needs what comes of it, stays."""
+
+    def loss(p, b):
+        x = p["x"]
+        for i in range(2):
+            x = layer({k: v[i] for k, v in p.items() if k != "x"}, x, b, weighted)
+        return ((x - b["target"]) ** 2).sum(), 1
+
+    given = problem(layers=2, drop=True)
+    step = lambda params, batch: value_and_grad(loss)(params, batch)
+    axes = {"params": AXES, "batch": BATCH_AXES}
+    for mesh, layout in ((Mesh(), {}), (Mesh(dp=2, backend="loop"), dict(batch="dp", experts="dp"))):
+        fn = jit(step, mesh=mesh, layout=Layout(**layout), axes=axes)
+        for a, b in zip(rewritten(fn, *given), values(step(*given)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 

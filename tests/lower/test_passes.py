@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fmeg
-from fmeg import optim, tree
+from fmeg import ops, optim, tree
 from fmeg.lower import lower
 from fmeg.lower.added import add_products, einsum_add_p
 from fmeg.lower.common import share
@@ -136,6 +136,26 @@ def test_residual_and_norm_gradients_meet_in_one_operation():
     assert count(program, rms_norm_bwd_p) == count(low.program, rms_norm_bwd_p) - 2
     for a, b in zip(results(low, low.program, values), results(low, program, values), strict=True):
         assert torch.allclose(a, b, rtol=1e-13, atol=1e-16)
+
+
+def test_norm_gradients_are_not_added_to_what_needs_them():
+    def step(params):
+        norm = lambda p, k: ops.rms_norm(p["x" + k], p["w" + k]).sin().sum()
+        _, g = fmeg.value_and_grad(lambda p, _: (norm(p, "0") + norm(p, "1"), 1))(params, torch.zeros(1))
+        return g["x0"] + g["w0"], g["x0"] + g["w1"].sin(), g["x1"] + g["w0"], params["x1"] + g["x1"] * 2
+
+    def crossed(params):
+        norm = lambda p, k: ops.rms_norm(p["x" + k], p["w" + k]).sin().sum()
+        _, g = fmeg.value_and_grad(lambda p, _: (norm(p, "0") + norm(p, "1"), 1))(params, torch.zeros(1))
+        return g["x0"] + g["w1"], g["x1"] + g["w0"]
+
+    random = torch.Generator().manual_seed(0)
+    params = {k: torch.randn(3, dtype=torch.float64, generator=random) for k in ("x0", "w0", "x1", "w1")}
+    for fn in (step, crossed, lambda p: crossed(p)[0] * step(p)[0]):
+        program = lower(fmeg.jit(fn).lower(params).program)
+        got = Executable(program, fmeg.Mesh().backend())(list(tree.leaves(params)))
+        for a, b in zip(got, tree.leaves(fn(params)), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12)
 
 
 def test_sums_of_products_begin_from_what_was_there():
