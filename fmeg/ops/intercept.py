@@ -27,6 +27,7 @@ from fmeg.ops.rms_norm import rms_norm
 from fmeg.program import recorder
 from fmeg.program.errors import TraceError
 from fmeg.program.lines import user_line
+from fmeg.program.refused import refuse_autocast
 
 
 class Intercept(TorchFunctionMode):
@@ -42,6 +43,8 @@ class Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if (rec := recorder.active()) is not None:
+            refuse_autocast(rec.name, "cpu", "cuda")
         mapped = _MAPPED.get(func)
         if mapped is not None and _acts(args, kwargs):
             out = mapped(*args, **kwargs)

@@ -25,7 +25,7 @@ from fmeg.program.ir import Node, Program, TensorType, Value, values_in
 from fmeg.program.lines import custom_function, user_line, variable_name
 from fmeg.program.literal import Literal, constant
 from fmeg.program.passes import dce
-from fmeg.program.refused import refuse
+from fmeg.program.refused import refuse, refuse_autocast
 from fmeg.program.views import Entry, fresh, is_view
 from fmeg.program.writes import write
 
@@ -209,6 +209,7 @@ class Recorder(TorchDispatchMode):
 
     def record(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Record a primitive: shapes from its `fake` or its reference on fake tensors."""
+        refuse_autocast(self.name, "cpu", "cuda")
         vargs, vkwargs = self.to_values(args), self.to_values(kwargs)
         with self.pause():
             out = (op.fake or op.reference)(*args, **kwargs)

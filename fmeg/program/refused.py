@@ -1,5 +1,5 @@
-"""Operations that no program can hold: Python asks for a tensor's value, hidden randomness, shapes that depend on
-data."""
+"""What no program can hold: operations by which Python asks for a tensor's value, hidden randomness, shapes that depend
+on data; casts that depend on who calls."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def refuse(name: str, func: Any, args: tuple, kwargs: dict) -> None:
             f"{name}: the result shape of {func} depends on data, at {user_line()}; use a masked form (torch.where) "
             "instead"
         )
+
+
+def refuse_autocast(where: str, *devices: str) -> None:
+    """Raise TraceError under `torch.autocast` for one of the devices: it changes what the same operations compute."""
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            raise TraceError(
+                f"{where}: torch.autocast({device!r}) is on; a traced function computes in the dtypes that it says, "
+                "whoever calls it. Leave autocast; cast in the function, as the models' compute_dtype does, or give "
+                "value_and_grad a precision="
+            )
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:

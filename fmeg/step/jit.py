@@ -16,6 +16,7 @@ from fmeg.mesh import Mesh
 from fmeg.program import recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.ir import Program, Value
+from fmeg.program.refused import refuse_autocast
 from fmeg.program.structured import Accumulate, Gradient
 from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.execute import Mode, check_mode
@@ -76,6 +77,7 @@ class Jitted:
                 f"jit({self.name}) was called under a torch.func transform, which does not see what runs on a mesh. "
                 "Put the transform inside: jit(torch.func.grad(f)), or fmeg.value_and_grad"
             )
+        refuse_autocast(f"jit({self.name})", self.mesh.backend().device.type)
         leaves, treedef = tree.flatten(args)
         types = [type_of(x) for x in leaves]
         static = [None if t is not None else (type(x), _exact(x)) for t, x in zip(types, leaves, strict=True)]

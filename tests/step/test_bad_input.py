@@ -152,6 +152,27 @@ def test_hidden_randomness():
         run(lambda p, b: ((torch.dropout(b, 0.5, True) @ p["w"]).sum(), 1))
 
 
+def test_autocast():
+    """Around a step, within it, and around one that was traced before."""
+
+    def inside(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x
+
+    x = torch.ones(4, 4)
+    traced = jit(lambda x: x @ x)
+    traced(x)
+    with pytest.raises(TraceError, match=r"autocast\('cpu'\) is on.*cast in the function"):
+        jit(inside)(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for fn in (traced, jit(lambda x: x @ x)):
+            with pytest.raises(TraceError, match=r"jit\(<lambda>\): torch.autocast"):
+                fn(x)
+        pairs = value_and_grad(loss, microbatches=2)({"w": W.float()}, X.float())  # eager, as anything of torch's
+    assert pairs[1]["w"].dtype == torch.float32
+    assert traced(x).dtype == torch.float32
+
+
 def test_a_carry_that_changes():
     with says(TraceError, "scan: carry h is f64[4, 8] at the start but the body returns f64[4, 6]", "both agree"):
         run(lambda p, b: (scan(lambda c, w: ({"h": c["h"] @ w}, None), {"h": b}, p["w"][None])[0]["h"].sum(), 1))

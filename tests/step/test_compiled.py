@@ -284,3 +284,12 @@ def test_a_carry_that_its_body_transposes():
     x, w = (torch.randn(s, dtype=torch.float64, generator=g) for s in ((4, 4), (3, 4, 4)))
     for a, b in zip(tree.leaves(fmeg.jit(fn, mode="inductor")(x, w)), fn(x, w), strict=True):
         assert torch.allclose(a.global_value(), b, rtol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["eager", "inductor"])
+def test_inputs_that_are_read_negated(mode):
+    x = torch.randn(3, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)).conj().imag
+    assert x.is_neg()
+    jitted = fmeg.jit(lambda x: x * 2 + 1, mode=mode)
+    for y in (x, x.clone()):
+        assert torch.equal(jitted(y).global_value(), y * 2 + 1)
