@@ -6,7 +6,8 @@
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two --device cpu --tiny train fsdp                 # a rehearsal, Gloo
 
 Layouts, over all n GPUs: `fsdp` (parameters and optimizer sharded, gathered layer by layer), `tensor` (tensor and
-sequence parallel), `pipeline` (1F1B), `pipeline-zb` (ZB-H1) and `experts` (FSDP, experts apart: for `--model M1`).
+sequence parallel), `pipeline` (1F1B), `pipeline-zb` (ZB-H1) and `experts` or `experts-gathered` (FSDP, experts
+apart; tokens are exchanged, or gathered everywhere: for `--model M1`).
 Models and arithmetic as in `benchmarks.gpu`; the global batch has `--rows` rows, in `--microbatches` microbatches where
 there is a pipeline.
 
@@ -50,10 +51,11 @@ TINY_MOE = (
     (2, 64),
 )  # fmt: skip
 SEQUENCE = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
-SHARDED = dict(batch="dp", params=dict(embed="dp"), opt=dict(embed="dp"))
-MOE: dict[str, Any] = dict(experts="dp", **SHARDED)
+SHARDED: dict[str, Any] = dict(batch="dp", params=dict.fromkeys(("embed", "heads", "ff", "vocab"), "dp"))
+MOE: dict[str, Any] = dict(batch="dp", experts="dp", params=dict.fromkeys(("embed", "heads", "vocab"), "dp"))
 LAYOUTS: dict[str, tuple[str, Layout, str | None]] = {
     "experts": ("dp", Layout(**MOE), None),
+    "experts-gathered": ("dp", Layout(**MOE, dispatch="all_gather"), None),
     "fsdp": ("dp", Layout(**SHARDED), None),
     "tensor": ("tp", Layout(**SEQUENCE), None),
     "pipeline": ("pp", Layout(layers="pp"), "1f1b"),
@@ -69,6 +71,7 @@ CHECKS: dict[str, tuple[str, str, Layout, str | None]] = {
     "pipeline 1f1b": (verify.DEFAULT, "pp", Layout(layers="pp"), "1f1b"),
     "pipeline zb_h1": (verify.DEFAULT, "pp", Layout(layers="pp"), "zb_h1"),
     "experts": ("mixtral-8x7b", "dp", Layout(**MOE), None),
+    "experts-gathered": ("mixtral-8x7b", "dp", Layout(**MOE, dispatch="all_gather"), None),
 }
 
 

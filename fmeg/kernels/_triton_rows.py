@@ -91,34 +91,50 @@ def rope(
 
 
 @triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def rms_norm_backward(
     x, w, ct, ct2, ct3, residual, dx, dw, rows, eps,
     width: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes rows pid, pid + programs, …; its part of dw goes to row pid of `dw`."""
+    """Every program takes rows pid, pid + programs, …; its part of dw goes to row pid of `dw`. The next row is on its
+    way while one is computed, and both of a row's sums are one reduction."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
     part = tl.zeros([BLOCK], dtype=tl.float32)
     if WEIGHTED:
-        weight = tl.load(w + cols, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(w + cols, mask=mask, other=0.0)
+    at = pid.to(tl.int64) * width + cols
+    live = mask & (pid < rows)
+    next_h = tl.load(x + at, mask=live, other=0.0)
+    next_g = tl.load(ct + at, mask=live, other=0.0)
     for i in range(EACH):
         row = pid + i * programs
         at = row.to(tl.int64) * width + cols
         live = mask & (row < rows)
-        h = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-        g = tl.load(ct + at, mask=live, other=0.0).to(tl.float32)
+        h = next_h.to(tl.float32)
+        g = next_g.to(tl.float32)
         if ct2 is not None:
             g += tl.load(ct2 + at, mask=live, other=0.0).to(tl.float32)
         if ct3 is not None:
             g += tl.load(ct3 + at, mask=live, other=0.0).to(tl.float32)
-        r = tl.rsqrt(tl.sum(h * h, 0) / width + eps)
+        after = at + programs.to(tl.int64) * width
+        more = mask & (row + programs < rows)
+        next_h = tl.load(x + after, mask=more, other=0.0)
+        next_g = tl.load(ct + after, mask=more, other=0.0)
+        weighted = g
+        if WEIGHTED:
+            weighted = g * weight.to(tl.float32)
+        squares, products = tl.reduce((h * h, weighted * h), 0, _add)
+        r = tl.rsqrt(squares / width + eps)
         y = h * r
         part += g * y
-        if WEIGHTED:
-            g = g * weight
-        d = r * (g - y * (tl.sum(g * y, 0) / width))
+        d = r * (weighted - y * (products * r / width))
         if ADDED:
             d += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=live)

@@ -82,14 +82,14 @@ def rms_norm_backward(
     x, ct = x.contiguous(), ct.contiguous()
     ct2, ct3, residual = (v.contiguous() if v is not None else None for v in (ct2, ct3, residual))
     rows = x.numel() // width
-    programs = min(rows, 4 * _processors(x.device))
+    programs = min(rows, 8 * _processors(x.device))
     dx = torch.empty_like(x)
     parts = torch.empty((programs, width) if w is not None else (0,), dtype=torch.float32, device=x.device)
     block = _power(width)
     _programs().rms_norm_backward[(programs,)](
         x, w, ct, ct2, ct3, residual, dx, parts, rows, eps, width,
         EACH=-(-rows // programs), BLOCK=block, WEIGHTED=w is not None, ADDED=residual is not None,
-        num_warps=max(1, min(16, block // 256)),
+        num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return dx, parts.sum(0).to(w.dtype) if w is not None else parts
 

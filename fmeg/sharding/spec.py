@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 from fmeg.program.errors import ShardingError
@@ -59,6 +60,10 @@ class Layout:
     params     overrides for parameters at rest, `dict(embed="dp")` is ZeRO-3
     grads      overrides for the sums of gradients between microbatches, `dict(embed="dp")` alone is ZeRO-2
     opt        overrides for optimizer state, `dict(embed="dp")` alone is ZeRO-1
+
+    Overrides may put several dimensions of a tensor on one mesh axis, `params=dict(embed="dp", ff="dp", vocab="dp")`:
+    the first of them that it divides is sharded. Outermost dimensions are gathered without a copy.
+
     attention  how attention meets a sharded sequence: "all_gather" (of K and V), "ring" or "ulysses"
     dispatch   how rows reach their experts: "all_to_all" (each its own rank) or "all_gather" (of all tokens)
     dispatch_bound  b: a rank has room for b times an even share of rows for each other rank, and no size is read by the
@@ -182,6 +187,27 @@ def resolve(
             seen.add(a)
         out.append(axes)
     return tuple(out)
+
+
+def at_rest(spec: Sequence[Entry], layout: Layout, view: str, sizes: Mapping[str, int], shape: Sequence[int]) -> P:
+    """`spec` for `resolve` in the view of something stored: a mesh axis that overrides put on several dimensions stays
+    on the first that its axes divide, and is taken off the others.
+
+    >>> layout = Layout(params=dict(embed="dp", ff=("tp", "dp")))
+    >>> [at_rest(P("ff", "embed"), layout, "params", {"dp": 2, "tp": 2}, shape) for shape in ((8, 4), (6, 4))]
+    [P('ff', ()), P(('tp',), 'embed')]
+    """
+    named = {k: axes for v in VIEWS[1 : VIEWS.index(view) + 1] for k, axes in getattr(layout, v)}
+    axes = {d: list(named[e]) for d, e in enumerate(spec) if isinstance(e, str) and e in named}
+    changed = set()
+    for axis in dict.fromkeys(a for on in axes.values() for a in on):
+        dims = [d for d, on in axes.items() if axis in on]
+        keep = next((d for d in dims if shape[d] % prod(sizes.get(a, 1) for a in axes[d]) == 0), dims[0])
+        for d in dims:
+            if d != keep:
+                axes[d].remove(axis)
+                changed.add(d)
+    return P(*(tuple(axes[d]) if d in changed else entry for d, entry in enumerate(spec)))
 
 
 def logical_names(text: str) -> tuple[str | None, ...]:

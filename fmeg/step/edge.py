@@ -9,7 +9,7 @@ from fmeg import tree
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import TensorType
 from fmeg.program.trace import type_of
-from fmeg.sharding.spec import Layout, resolve
+from fmeg.sharding.spec import Layout, at_rest, resolve
 from fmeg.sharding.value import Placement, Sizes, count, local_size
 from fmeg.step.state import TrainState
 
@@ -53,7 +53,8 @@ def place(leaf: Leaf, layout: Layout, sizes: Mapping[str, int], view: str, fn: s
     Stacked layers that do not divide are whole in a function without a pipeline: which rank has which is for a schedule
     to say.
     """
-    dims = resolve(leaf.axes, layout.view(view), sizes, f"jit({fn}): {leaf.path}, in the {view} view")
+    spec = leaf.axes if view == "compute" else at_rest(leaf.axes, layout, view, sizes, leaf.type.shape)
+    dims = resolve(spec, layout.view(view), sizes, f"jit({fn}): {leaf.path}, in the {view} view")
     if of_layers(leaf) and local_size(leaf.type.shape[0], dims[0], sizes) is None:
         dims = ((), *dims[1:])
     for d, (n, axes) in enumerate(zip(leaf.type.shape, dims, strict=True)):
