@@ -3,13 +3,8 @@
     x ← x + latent attention(norm1(x))                        see `fmeg.models.mla`
     x ← x + mlp(norm2(x)), or the experts, in all later layers   see `fmeg.models.mixture`
 
-V3 may also predict further tokens (multi-token prediction): module k, of depth D, takes the stream h from before it and
-the embedding of the token k further on, and predicts the one after that with the model's own head,
-
-    h_k = norm(layer(w·[norm(embed(t_{i+k})) ; norm(h_{k-1})])),       loss + weight/D · Σ_k mean of its cross entropy
-
-Three stacks of layers, three scans: `dense_layers`, `layers`, `mtp_layers`. Sources: DeepSeek-V2, arXiv:2405.04434;
-DeepSeek-V3, arXiv:2412.19437.
+V3 may also predict further tokens: see `fmeg.models.mtp`. Three stacks of layers, three scans: `dense_layers`,
+`layers`, `mtp_layers`. Sources: DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437.
 """
 
 from __future__ import annotations
@@ -19,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, ops, region, remat, scan, shard
-from fmeg.models import mixture, mla, rotary
+from fmeg.models import mixture, mla, mtp, rotary
 from fmeg.models.llama import norm, swiglu
+from fmeg.models.padding import blank
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -49,7 +45,7 @@ class Config:
     """Sizes bear the names of their logical axes; see `fmeg.models.presets` for published ones.
 
     dense_layers    how many layers with an MLP, of inner size `ff`, come before the `layers` with experts
-    mtp_layers      D, how many further tokens are predicted, with `mtp_weight`
+    mtp_layers, mtp_weight                               see `fmeg.models.mtp`
     q_latent, kv_latent, nope_dim, rope_dim, v_dim       see `fmeg.models.mla`
     experts, expert_ff, router, shared_ff, router_bias   see `fmeg.models.mixture`
     vocab_multiple, dtype, compute_dtype, remat, z_loss  as in `fmeg.models.llama.Config`
@@ -136,12 +132,7 @@ def parameters(cfg: Config) -> dict[str, Any]:
         else:
             rows |= mixture.parameters(cfg, mixture.DEEPSEEK, stack, first, std, out)
         if stack == "mtp_layers":
-            rows |= {
-                "token_norm": row("embed", "ones", "enorm"),
-                "stream_norm": row("embed", "ones", "hnorm"),
-                "w_in": row("mtp_in embed", std, "eh_proj", "embed mtp_in"),
-                "final_norm": row("embed", "ones", "shared_head.norm"),
-            }
+            rows |= mtp.parameters(first, std)
         table[stack] = rows
         first += cfg.sizes[stack]
     table["final_norm"] = Param("embed", "ones", "model.norm.weight")
@@ -187,86 +178,34 @@ def dense_block(p: Mapping[str, Tensor], x: Tensor, rope: Tensor, segments: Tens
 
 
 def moe_block(
-    p: Mapping[str, Tensor], x: Tensor, rope: Tensor, segments: Tensor | None, cfg: Config
+    p: Mapping[str, Tensor], x: Tensor, rope: Tensor, segments: Tensor | None, cfg: Config, real: Tensor | None = None
 ) -> tuple[Tensor, ops.RouterOutput]:
     """One of the later layers, and where tokens went."""
     x = attend(p, x, rope, segments, cfg)
-    o, chosen = mixture.mixture(p, norm(x, p["norm2"], cfg.norm_eps), cfg)
+    o, chosen = mixture.mixture(p, norm(x, p["norm2"], cfg.norm_eps), cfg, real)
     return x + o, chosen
 
 
-def mtp_block(
-    p: Mapping[str, Tensor], x: Tensor, later: Tensor, rope: Tensor, segments: Tensor | None, cfg: Config
-) -> tuple[Tensor, ops.RouterOutput]:
-    """One module of multi-token prediction: from `x` and the embeddings of later tokens, what the head is applied
-    to."""
-    both = [ops.rms_norm(later, p["token_norm"], cfg.norm_eps), ops.rms_norm(x, p["stream_norm"], cfg.norm_eps)]
-    x = shard(einsum("b s c, c d -> b s d", torch.cat(both, dim=-1), p["w_in"]), P("batch", "res_seq", None))
-    x, chosen = moe_block(p, x, rope, segments, cfg)
-    return ops.rms_norm(x, p["final_norm"], cfg.norm_eps), chosen
-
-
 def hidden(
-    params: Mapping[str, Any], tokens: Int[Tensor, "b s"], cfg: Config, rope: Tensor, segments: Tensor | None
+    params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config, rope: Tensor
 ) -> tuple[Float[Tensor, "b s d"], mixture.Stats]:
     """What the head is applied to, and the sums of the routers' counts and losses."""
+    segments, real = batch.get("segments"), batch.get("real")
 
-    def dense(x: Tensor, p: Any, rope: Tensor, segments: Tensor | None) -> tuple[Tensor, None]:
+    def dense(x: Tensor, p: Any, rope: Tensor, segments: Any) -> tuple[Tensor, None]:
         return dense_block(cast(p, cfg.compute_dtype), x, rope, segments, cfg), None
 
-    def moe(carry: Any, layer: Any, rope: Tensor, segments: Tensor | None) -> tuple[Any, None]:
+    def moe(carry: Any, layer: Any, rope: Tensor, segments: Any, real: Any) -> tuple[Any, None]:
         (x, stats), (p, i) = carry, layer
-        x, chosen = moe_block(mixture.cast_layer(p, cfg.compute_dtype), x, rope, segments, cfg)
+        x, chosen = moe_block(mixture.cast_layer(p, cfg.compute_dtype), x, rope, segments, cfg, real)
         return (x, mixture.add_stats(stats, chosen, i)), None
 
-    x = embed(params, tokens, cfg)
+    x = embed(params, batch["tokens"], cfg)
     if cfg.dense_layers:
         x, _ = scan(_remat(dense, cfg), x, params["dense_layers"], rope, segments)
-    layers = (params["layers"], torch.arange(cfg.layers, device=tokens.device))
-    (x, stats), _ = scan(_remat(moe, cfg), (x, mixture.no_stats(cfg, cfg.layers, x)), layers, rope, segments)
+    layers = (params["layers"], torch.arange(cfg.layers, device=x.device))
+    (x, stats), _ = scan(_remat(moe, cfg), (x, mixture.no_stats(cfg, cfg.layers, x)), layers, rope, segments, real)
     return ops.rms_norm(x, cast(params["final_norm"], cfg.compute_dtype), cfg.norm_eps), stats
-
-
-def further(
-    params: Mapping[str, Any],
-    batch: Mapping[str, Tensor],
-    cfg: Config,
-    x: Float[Tensor, "b s d"],
-    stats: mixture.Stats,
-    rope: Tensor,
-) -> tuple[list[tuple[Tensor, Tensor]], mixture.Stats]:
-    """Multi-token prediction: a pair (weighted sum, count) for each depth, and the routers' sums with its own.
-
-    At depth k position i counts if the token it predicts, at i + k, does and is of the same segment.
-
-    x   what the head is applied to
-    """
-    depths = range(1, cfg.mtp_layers + 1)
-    segments, mask = batch.get("segments"), batch["mask"].to(torch.promote_types(x.dtype, torch.float32))
-    masks = [ops.shift(mask, k) for k in depths]
-    if segments is not None:
-        masks = [m * (ops.shift(segments, k) == segments) for m, k in zip(masks, depths, strict=True)]
-    later = [torch.stack([ops.shift(batch[n], k) for k in depths]) for n in ("tokens", "targets")]
-
-    def module(carry: Any, layer: Any, w: Any, rope: Tensor, segments: Tensor | None) -> tuple[Any, None]:
-        (x, sums, stats), (p, i, tokens, targets, mask) = carry, layer
-        x, chosen = mtp_block(mixture.cast_layer(p, cfg.compute_dtype), x, embed(w, tokens, cfg), rope, segments, cfg)
-        losses = ops.cross_entropy(head(w, x, cfg), targets, z_loss=cfg.z_loss, vocab=cfg.vocab_size)
-        here = torch.arange(cfg.mtp_layers, device=x.device) == i
-        sums = sums + here * (losses * mask).sum()
-        return (x, sums, mixture.add_stats(stats, chosen, i)), None
-
-    shared = {k: params[k] for k in ("embed", "head") if k in params}
-    start = (
-        x,
-        torch.zeros(cfg.mtp_layers, dtype=mask.dtype, device=x.device),
-        mixture.no_stats(cfg, cfg.mtp_layers, x),
-    )
-    layers = (params["mtp_layers"], torch.arange(cfg.mtp_layers, device=x.device), *later, torch.stack(masks))
-    (_, sums, own), _ = scan(_remat(module, cfg), start, layers, shared, rope, segments)
-    pairs = [(cfg.mtp_weight / cfg.mtp_layers * sums[k - 1], masks[k - 1].sum()) for k in depths]
-    both = {n: torch.cat([stats[n], own[n]]) if n == "counts" else stats[n] + own[n] for n in stats}
-    return pairs, both
 
 
 def embed(params: Mapping[str, Any], tokens: Int[Tensor, "b s"], cfg: Config) -> Float[Tensor, "b s d"]:
@@ -280,8 +219,9 @@ def head(params: Mapping[str, Any], x: Float[Tensor, "b s d"], cfg: Config) -> F
     return einsum("b s d, v d -> b s v", shard(x, P("batch", "seq", None)), w)
 
 
-def table(tokens: Int[Tensor, "b s"], positions: Int[Tensor, "b s"] | None, cfg: Config) -> Tensor:
+def table(batch: Mapping[str, Tensor], cfg: Config) -> Tensor:
     """The rotary table."""
+    tokens, positions = batch["tokens"], batch.get("positions")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     return ops.rope_table(positions, cfg.rope_dim, cfg.rope_base, cfg.rope_scaling)
@@ -298,11 +238,13 @@ def apply(
     *,
     positions: Int[Tensor, "b s"] | None = None,
     segments: Int[Tensor, "b s"] | None = None,
+    real: Bool[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b s v"]:
     """Logits of the next token at each position, over the padded vocabulary: those from `vocab_size` on mean nothing.
 
     positions  default: 0 … s - 1 in every row
     segments   tokens attend within their own segment only
+    real       where tokens are, for a batch with padding: see `fmeg.models.padding`
 
     >>> from fmeg import random
     >>> from fmeg.models import presets
@@ -310,7 +252,8 @@ def apply(
     >>> apply(init(random.key(0), cfg), torch.tensor([[1, 2, 3]]), cfg).shape
     torch.Size([1, 3, 384])
     """
-    return head(params, hidden(params, tokens, cfg, table(tokens, positions, cfg), segments)[0], cfg)
+    batch = blank({"tokens": tokens, "positions": positions, "segments": segments, "real": real})
+    return head(params, hidden(params, batch, cfg, table(batch, cfg))[0], cfg)
 
 
 def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) -> tuple[list[Any], dict[str, Tensor]]:
@@ -328,16 +271,16 @@ def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) ->
     >>> [count.item() for _, count in pairs], aux["counts"].shape
     ([3.0, 2.0, 1.0], torch.Size([3, 8]))
     """
-    tokens, segments = batch["tokens"], batch.get("segments")
-    rope = table(tokens, batch.get("positions"), cfg)
-    x, stats = hidden(params, tokens, cfg, rope, segments)
+    batch = blank(batch)
+    rope = table(batch, cfg)
+    x, stats = hidden(params, batch, cfg, rope)
     losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], z_loss=cfg.z_loss, vocab=cfg.vocab_size)
     mask = batch["mask"].to(losses.dtype)
     pairs = [((losses * mask).sum(), mask.sum())]
     if cfg.mtp_layers:
-        more, stats = further(params, batch, cfg, x, stats, rope)
+        more, stats = mtp.further(params, batch, cfg, x, stats, rope, layer=moe_block, embed=embed, head=head)
         pairs += more
-    return pairs + mixture.loss_pairs(stats, tokens, cfg, losses), {"counts": stats["counts"]}
+    return pairs + mixture.loss_pairs(stats, batch, cfg, losses), {"counts": stats["counts"]}
 
 
 def update_bias(

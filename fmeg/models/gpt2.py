@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, name, ops, random, remat, scan, shard
+from fmeg.models.padding import blank
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -163,12 +164,14 @@ def apply(
     *,
     positions: Int[Tensor, "b s"] | None = None,
     segments: Int[Tensor, "b s"] | None = None,
+    real: Bool[Tensor, "b s"] | None = None,
     key: Int[Tensor, "2"] | None = None,
 ) -> Float[Tensor, "b s v"]:
     """Logits of the next token at each position, over the padded vocabulary: those from `vocab_size` on mean nothing.
 
     positions  default: 0 … s - 1 in every row
     segments   tokens attend within their own segment only
+    real       where tokens are, for a batch with padding: see `fmeg.models.padding`
     key        of the dropout masks; None: no dropout
 
     >>> from fmeg.models import presets
@@ -180,6 +183,8 @@ def apply(
         raise ValueError(
             f"apply: tokens has {tokens.shape[1]} positions, cfg.max_seq={cfg.max_seq} have an embedding; shorten it"
         )
+    batch = blank({"tokens": tokens, "segments": segments, "real": real})
+    tokens, segments = batch["tokens"], batch.get("segments")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     outer = cast({k: v for k, v in params.items() if k != "layers"}, cfg.compute_dtype)
@@ -212,6 +217,7 @@ def loss(
     >>> count
     tensor(2.)
     """
+    batch = blank(batch)
     where = {"positions": batch.get("positions"), "segments": batch.get("segments")}
     losses = ops.cross_entropy(
         apply(params, batch["tokens"], cfg, **where, key=key), batch["targets"], vocab=cfg.vocab_size

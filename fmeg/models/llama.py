@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, name, ops, region, remat, scan, shard
 from fmeg.models import rotary
+from fmeg.models.padding import blank
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -240,11 +241,13 @@ def apply(
     *,
     positions: Int[Tensor, "b s"] | None = None,
     segments: Int[Tensor, "b s"] | None = None,
+    real: Bool[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b s v"]:
     """Logits of the next token at each position, over the padded vocabulary: those from `vocab_size` on mean nothing.
 
     positions  default: 0 … s - 1 in every row
     segments   tokens attend within their own segment only
+    real       where tokens are, for a batch with padding: see `fmeg.models.padding`
 
     >>> from fmeg import random
     >>> from fmeg.models import presets
@@ -252,6 +255,8 @@ def apply(
     >>> apply(init(random.key(0), cfg), torch.tensor([[1, 2, 3]]), cfg).shape
     torch.Size([1, 3, 384])
     """
+    batch = blank({"tokens": tokens, "segments": segments, "real": real})
+    tokens, segments = batch["tokens"], batch.get("segments")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     rope = ops.rope_table(positions, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
@@ -280,6 +285,7 @@ def loss(
     >>> count
     tensor(2.)
     """
+    batch = blank(batch)
     logits = apply(params, batch["tokens"], cfg, positions=batch.get("positions"), segments=batch.get("segments"))
     losses = ops.cross_entropy(logits, batch["targets"], z_loss=cfg.z_loss, vocab=cfg.vocab_size)
     mask = batch["mask"].to(losses.dtype)

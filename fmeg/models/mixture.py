@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, ops, region, shard
@@ -123,15 +123,18 @@ def cast_layer(p: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, 
 
 
 def mixture(
-    p: Mapping[str, Tensor], h: Float[Tensor, "b s d"], cfg: Sizes
+    p: Mapping[str, Tensor], h: Float[Tensor, "b s d"], cfg: Sizes, real: Bool[Tensor, "b s"] | None = None
 ) -> tuple[Float[Tensor, "b s d"], ops.RouterOutput]:
-    """(what is added to the residual stream, where tokens went), from the normed stream `h` (batch res_seq embed)."""
+    """(what is added to the residual stream, where tokens went), from the normed stream `h` (batch res_seq embed).
+
+    real   False for padding, which goes to no expert
+    """
     with region("moe"):
-        return _mixture(p, h, cfg)
+        return _mixture(p, h, cfg, real)
 
 
-def _mixture(p: Mapping[str, Tensor], h: Tensor, cfg: Sizes) -> tuple[Tensor, ops.RouterOutput]:
-    chosen = ops.router(h, p["router"], cfg.router, bias=p.get("router_bias"))
+def _mixture(p: Mapping[str, Tensor], h: Tensor, cfg: Sizes, real: Tensor | None) -> tuple[Tensor, ops.RouterOutput]:
+    chosen = ops.router(h, p["router"], cfg.router, bias=p.get("router_bias"), mask=real)
     rows, routing = ops.dispatch(h, chosen.experts, experts=cfg.experts, keep=chosen.keep)
     gate = ops.grouped_matmul(rows, p["w_gate"], routing)
     up = ops.grouped_matmul(rows, p["w_up"], routing)
@@ -168,7 +171,7 @@ def add_stats(stats: Stats, chosen: ops.RouterOutput, layer: Int[Tensor, ""]) ->
     return {"counts": counts, **{name: stats[name] + total for name, total in chosen.losses.items()}}
 
 
-def loss_pairs(stats: Stats, tokens: Int[Tensor, "b s"], cfg: Sizes, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+def loss_pairs(stats: Stats, batch: Mapping[str, Tensor], cfg: Sizes, like: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(sum, count) of each loss of the router: sums are over the layers, counts are those of one."""
-    counts = ops.loss_counts(tokens, cfg.router)
+    counts = ops.loss_counts(batch["tokens"], cfg.router, batch.get("real"))
     return [(stats[name], n.to(like.dtype)) for name, n in counts.items()]

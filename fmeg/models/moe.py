@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fmeg import P, einsum, ops, remat, scan, shard
 from fmeg.models import mixture, rotary
 from fmeg.models.llama import attend, attention_rows, norm
+from fmeg.models.padding import blank
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -140,34 +141,33 @@ def block(
     rope: Float[Tensor, "... s half 2"],
     segments: Int[Tensor, "b s"] | None,
     cfg: Config,
+    real: Bool[Tensor, "b s"] | None = None,
 ) -> tuple[Float[Tensor, "b s d"], ops.RouterOutput]:
     """One layer: attention, then the experts, each added to the residual stream `x`; and where tokens went."""
     x = x + attend(p, x, rope, segments, cfg)
-    o, chosen = mixture.mixture(p, norm(x, p["norm2"], cfg.norm_eps), cfg)
+    o, chosen = mixture.mixture(p, norm(x, p["norm2"], cfg.norm_eps), cfg, real)
     return x + o, chosen
 
 
 def hidden(
-    params: Mapping[str, Any],
-    tokens: Int[Tensor, "b s"],
-    cfg: Config,
-    positions: Int[Tensor, "b s"] | None,
-    segments: Int[Tensor, "b s"] | None,
+    params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config
 ) -> tuple[Float[Tensor, "b s d"], mixture.Stats]:
     """What the head is applied to, and the sums of the routers' counts and losses."""
+    tokens, positions = batch["tokens"], batch.get("positions")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     rope = ops.rope_table(positions, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
     x = shard(ops.embedding(cast(params["embed"], cfg.compute_dtype), tokens), P("batch", "res_seq", None))
 
-    def body(carry: Any, layer: Any, rope: Tensor, segments: Tensor | None) -> tuple[Any, None]:
+    def body(carry: Any, layer: Any, rope: Tensor, segments: Any, real: Any) -> tuple[Any, None]:
         (x, stats), (p, i) = carry, layer
-        x, chosen = block(mixture.cast_layer(p, cfg.compute_dtype), x, rope, segments, cfg)
+        x, chosen = block(mixture.cast_layer(p, cfg.compute_dtype), x, rope, segments, cfg, real)
         return (x, mixture.add_stats(stats, chosen, i)), None
 
     layers = (params["layers"], torch.arange(cfg.layers, device=tokens.device))
     start = (x, mixture.no_stats(cfg, cfg.layers, x))
-    (x, stats), _ = scan(remat(body, cfg.remat) if cfg.remat else body, start, layers, rope, segments)
+    where = batch.get("segments"), batch.get("real")
+    (x, stats), _ = scan(remat(body, cfg.remat) if cfg.remat else body, start, layers, rope, *where)
     return ops.rms_norm(x, cast(params["final_norm"], cfg.compute_dtype), cfg.norm_eps), stats
 
 
@@ -184,11 +184,13 @@ def apply(
     *,
     positions: Int[Tensor, "b s"] | None = None,
     segments: Int[Tensor, "b s"] | None = None,
+    real: Bool[Tensor, "b s"] | None = None,
 ) -> Float[Tensor, "b s v"]:
     """Logits of the next token at each position, over the padded vocabulary: those from `vocab_size` on mean nothing.
 
     positions  default: 0 … s - 1 in every row
     segments   tokens attend within their own segment only
+    real       where tokens are, for a batch with padding: see `fmeg.models.padding`
 
     >>> from fmeg import random
     >>> from fmeg.models import presets
@@ -196,7 +198,8 @@ def apply(
     >>> apply(init(random.key(0), cfg), torch.tensor([[1, 2, 3]]), cfg).shape
     torch.Size([1, 3, 384])
     """
-    return head(params, hidden(params, tokens, cfg, positions, segments)[0], cfg)
+    batch = blank({"tokens": tokens, "positions": positions, "segments": segments, "real": real})
+    return head(params, hidden(params, batch, cfg)[0], cfg)
 
 
 def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) -> tuple[list[Any], dict[str, Tensor]]:
@@ -213,11 +216,11 @@ def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) ->
     >>> [count.item() for _, count in pairs], aux["counts"].sum(-1)
     ([2.0, 3.0], tensor([6, 6]))
     """
-    tokens = batch["tokens"]
-    x, stats = hidden(params, tokens, cfg, batch.get("positions"), batch.get("segments"))
+    batch = blank(batch)
+    x, stats = hidden(params, batch, cfg)
     losses = ops.cross_entropy(head(params, x, cfg), batch["targets"], z_loss=cfg.z_loss, vocab=cfg.vocab_size)
     mask = batch["mask"].to(losses.dtype)
-    pairs = [((losses * mask).sum(), mask.sum()), *mixture.loss_pairs(stats, tokens, cfg, losses)]
+    pairs = [((losses * mask).sum(), mask.sum()), *mixture.loss_pairs(stats, batch, cfg, losses)]
     return pairs, {"counts": stats["counts"]}
 
 

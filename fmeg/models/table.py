@@ -95,15 +95,22 @@ def count_params(table: Any, sizes: Mapping[str, int]) -> int:
     return sum(math.prod(p.shape(sizes)) for p in tree.leaves(table))
 
 
-def batch_axes(packed: bool = False) -> dict[str, str]:
+def batch_axes(packed: bool = False, padded: bool = False) -> dict[str, str]:
     """Logical axes of a batch: tokens, the tokens they should predict, and which of those count.
 
-    A packed batch holds several documents a row: `segments` numbers them, `positions` counts within each.
+    A packed batch holds several documents a row: `segments` numbers them, `positions` counts within each. A padded one
+    has places without a token: `real` says which have one (`fmeg.models.padding`).
 
     >>> batch_axes()
     {'tokens': 'batch seq', 'targets': 'batch seq', 'mask': 'batch seq'}
     """
-    names = ("tokens", "targets", "mask", *(("segments", "positions") if packed else ()))
+    names = (
+        "tokens",
+        "targets",
+        "mask",
+        *(("segments", "positions") if packed else ()),
+        *(("real",) if padded else ()),
+    )
     return dict.fromkeys(names, "batch seq")
 
 

@@ -28,6 +28,7 @@ class Routing:
     bias     added to the routers' biases, given the number of experts: it moves the choice of experts alone
     rows     of the batch, `seq` tokens each; None: as ever
     masked   no token counts, so that loss and gradients are those of the balance alone
+    padded   rows begin and end with padding, some are nothing else (`fmeg.models.padding`)
     """
 
     router: Callable[[int], Mapping[str, Any]] = lambda experts: {}
@@ -35,11 +36,23 @@ class Routing:
     rows: int | None = None
     seq: int | None = None
     masked: bool = False
+    padded: bool = False
 
     def configured(self, cfg: Any) -> Any:
         """The model with this router."""
         changes = self.router(cfg.experts) if hasattr(cfg, "experts") else {}
         return replace(cfg, router=replace(cfg.router, **changes)) if changes else cfg
+
+    def batch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch as this routing has it."""
+        if self.masked:
+            return {**batch, "mask": torch.zeros_like(batch["mask"])}
+        if not self.padded:
+            return batch
+        rows, seq = batch["tokens"].shape
+        at, row = torch.arange(seq), torch.arange(rows).unsqueeze(1)
+        real = (at >= 3 * row % seq // 2) & (at < seq - 5 * row % seq // 2) & (row % 4 != 1)
+        return {**batch, "real": real}
 
     def biased(self, path: str, p: torch.Tensor) -> torch.Tensor:
         """A parameter as this routing has it."""
@@ -63,6 +76,7 @@ ROUTINGS = {
     "drops by position": Routing(lambda experts: dict(capacity_factor=0.75, drop="position")),
     "balance alone": Routing(masked=True),
     "one token": Routing(rows=1, seq=1),
+    "padding": Routing(padded=True),
 }
 """By name; "" is what chance gives."""
 

@@ -170,9 +170,7 @@ def run_steps(step: Any, state: TrainState, batch: Any, steps: int) -> list[tupl
 def problem(cfg: Any, rows: int = BATCH, routing: str = "") -> tuple[TrainState, dict[str, torch.Tensor]]:
     """The state and the batch that a case starts from."""
     about = ROUTINGS[routing]
-    batch = make_batch(cfg, about.rows or rows, about.seq or SEQ)
-    if about.masked:
-        batch["mask"] = torch.zeros_like(batch["mask"])
+    batch = about.batch(make_batch(cfg, about.rows or rows, about.seq or SEQ))
     return make_state(cfg, optimizer_under_test(), routing=routing), batch
 
 

@@ -76,6 +76,22 @@ def test_tokens_go_to_the_same_experts(name, monkeypatch):
         assert torch.equal(r.counts, torch.bincount(experts.flatten(), minlength=cfg.experts))
 
 
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2", "mixtral", "qwen2-moe", "deepseek-v3"])
+def test_attention_mask(name):
+    """Their `attention_mask` is our `real`: padding at the beginning, at the end, at both, and none."""
+    theirs = random_model(name)
+    model, cfg, params = ours(theirs)
+    tokens = torch.randint(cfg.vocab_size, (4, 19))
+    real = torch.arange(19) >= torch.tensor([7, 0, 3, 0]).unsqueeze(1)
+    real &= torch.arange(19) < torch.tensor([19, 11, 15, 19]).unsqueeze(1)
+    with Float64():
+        want = theirs(tokens, attention_mask=real.long()).logits
+    where = {} if model is gpt2 else {"positions": torch.arange(19, dtype=torch.float64)}
+    got = model.apply(params, tokens, cfg, real=real.long(), **where)[..., : cfg.vocab_size]
+    torch.testing.assert_close(got[real], want[real], rtol=1e-8, atol=1e-8)
+    assert (model.apply(params, tokens, cfg, **where)[..., : cfg.vocab_size] - want)[real].abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gpt2", "qwen2-moe"])
 def test_the_oracle_would_notice(name):
     """One weight a little off, and the logits differ."""

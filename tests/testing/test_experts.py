@@ -59,7 +59,7 @@ def test_routings_are_what_they_are_called(routing):
     cfg = ROUTINGS[routing].configured(MOE)
     state, batch = problem(cfg, routing=routing)
     pairs, aux = model_of(cfg).loss(state.params, batch, cfg)
-    counts, tokens = aux["counts"], batch["tokens"].numel()
+    counts, tokens = aux["counts"], int(batch.get("real", torch.ones_like(batch["tokens"])).sum())
     assert (counts.sum(-1) == tokens * cfg.router.top_k).all()
     if routing == "unbalanced":
         assert (counts.amax(-1) > 2 * tokens * cfg.router.top_k / cfg.experts).all()
@@ -74,6 +74,9 @@ def test_routings_are_what_they_are_called(routing):
         assert model_of(cfg).loss(state.params, batch, free)[0][0][0] != pairs[0][0]
     elif routing == "balance alone":
         assert pairs[0][1] == 0 and all(n > 0 and s > 0 for s, n in pairs[1:])
+    elif routing == "padding":
+        real = batch["real"]
+        assert real.any(1).any() and not real.any(1).all() and not real[:, 0].all() and not real[:, -1].all()
     else:
         assert tokens == 1
 
