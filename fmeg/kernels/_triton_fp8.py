@@ -122,7 +122,8 @@ def pair(
     KIND: tl.constexpr, ROUND: tl.constexpr, FACTOR: tl.constexpr, LARGEST: tl.constexpr, TINY: tl.constexpr,
     POWER: tl.constexpr, SEEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of "rows columns", quantised, and its transpose; program (tile, layer)."""
+    """A tile of "rows columns", quantised, and its transpose; program (tile, layer). seen[value + layer, tile]: the
+    bits of the tile's largest absolute value."""
     layer = tl.program_id(1)
     base = layer.to(tl.int64) * rows * columns
     across = tl.cdiv(columns, COLUMNS)
@@ -132,9 +133,10 @@ def pair(
     at = base + row.to(tl.int64) * columns + col
     a, b = _values(x, y, z, at, tl.minimum(row, rows - 1), tl.minimum(col, columns - 1), live, KIND, ROUND)
     if SEEN:
-        _note(seen + layer, tl.max(tl.max(_bits(a), 1), 0))
+        here = seen + layer * tl.num_programs(0) + tl.program_id(0)
+        tl.store(here, tl.max(tl.max(_bits(a), 1), 0))
         if KIND == GATED_BWD:
-            _note(seen + 1, tl.max(tl.max(_bits(b), 1), 0))
+            tl.store(here + tl.num_programs(0), tl.max(tl.max(_bits(b), 1), 0))
     first = tl.program_id(0) == 0
     s = _scale(amax1, layer, FACTOR, TINY, POWER)
     _store(a, s, q1, t1, base, row, col, live, rows, columns, LARGEST)

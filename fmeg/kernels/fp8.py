@@ -99,14 +99,17 @@ def pair(
     results = _empty(x, kind, layers, rows, dtype, seen)
     columns = x.numel() // layers // rows
     made = results[:3] if _values(kind) == 1 else results[:6]
-    noted = results[-1].zero_() if seen else None
     high, wide = TILES.get(kind, (64, 64))
-    _programs().pair[(-(-rows // high) * -(-columns // wide), layers)](
+    tiles = -(-rows // high) * -(-columns // wide)
+    tops = torch.empty(_values(kind) * layers, tiles, dtype=torch.int32, device=x.device) if seen else None
+    _programs().pair[(tiles, layers)](
         x, y, z, amax1, amax2, *made, *[None] * (6 - len(made)),
-        noted.view(torch.int32) if noted is not None else None, rows, columns,
+        tops, rows, columns,
         KIND=KINDS.index(kind), ROUND=rounded, FACTOR=1.0 / largest, LARGEST=largest, TINY=tiny, POWER=power,
         SEEN=seen, ROWS=high, COLUMNS=wide, num_warps=4,
     )  # fmt: skip
+    if tops is not None:
+        torch.amax(tops, 1, out=results[-1].view(torch.int32))
     return results
 
 
