@@ -80,7 +80,7 @@ def rms_norm_backward(
     sum of those given."""
     width = x.shape[-1]
     x, ct = x.contiguous(), ct.contiguous()
-    ct2, ct3, residual = (v.contiguous() if v is not None else None for v in (ct2, ct3, residual))
+    w, ct2, ct3, residual = (v.contiguous() if v is not None else None for v in (w, ct2, ct3, residual))
     rows = x.numel() // width
     programs = min(rows, 8 * _processors(x.device))
     dx = torch.empty_like(x)

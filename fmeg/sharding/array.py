@@ -84,6 +84,11 @@ class Array:
             )
         return self._value
 
+    def __copy__(self) -> Array:
+        """Another Array of the same blocks: neither owns them."""
+        self.own = False
+        return Array(self.value, self.shape, self.dtype, self.spec, self.mesh, self.order)
+
     def give(self, taker: str) -> None:
         """Give up the blocks, so that their memory is free once `taker` is done with them; using them is an error."""
         self._value, self._taker = None, taker

@@ -141,8 +141,9 @@ class Compiled:
         often = Counter(s for v in values for s in _storages([v])) if self.executable.into else Counter()
         for i in self.executable.into.values():
             x = leaves[i]
-            if not (isinstance(x, Array) and x.own) or any(often[s] > 1 for s in _storages([values[i]])):
-                values[i] = values[i].clone()
+            alone = isinstance(x, Array) and x.own and all(often[s] == 1 for s in _storages([values[i]]))
+            if not (alone and values[i].is_contiguous()):  # kernels write contiguous memory
+                values[i] = values[i].clone(memory_format=torch.contiguous_format)
         shared = _storages(v for v, given in zip(values, low.donated, strict=False) if not given)
         with torch.no_grad():
             outs = (self.graph or self.executable.run)(values)

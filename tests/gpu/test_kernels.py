@@ -72,6 +72,8 @@ def test_rms_norm_backward(shape, weighted):
     assert worst(got, dx + res.double()) < 8e-3
     if weighted:
         assert worst(gw, dw) < 8e-3
+        apart = torch.stack([w, w + 1], 1)[:, 0]
+        assert torch.equal(rows.rms_norm_backward(x, apart, ct, res, 1e-5)[0], got)
     parts = [ct, *(normal(*shape, dtype=torch.bfloat16, seed=i) for i in (4, 5))]
     for n in (2, 3):
         total = sum(p.double() for p in parts[:n])

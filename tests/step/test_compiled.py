@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 
 import pytest
@@ -293,3 +294,26 @@ def test_inputs_that_are_read_negated(mode):
     jitted = fmeg.jit(lambda x: x * 2 + 1, mode=mode)
     for y in (x, x.clone()):
         assert torch.equal(jitted(y).global_value(), y * 2 + 1)
+
+
+def test_a_copy_of_an_array_keeps_its_numbers():
+    step = fmeg.jit(lambda state: {"w": state["w"] * 2}, donate="state", mode="inductor")
+    state = step({"w": torch.arange(4.0)})
+    before = copy(state["w"])
+    step(state)
+    assert before.numpy().tolist() == [0, 2, 4, 6]
+
+
+def test_a_donated_leaf_that_lies_transposed_is_not_written_into():
+    def step(state, a, b):
+        g = fmeg.einsum("n i, n j -> i j", a, b).float()
+        return {"g": g + 1, "t": state["g"].t()}
+
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(16, 8, generator=g).bfloat16() for _ in "ab")
+    jitted = fmeg.jit(step, donate="state", mode="inductor")
+    state = jitted({"g": torch.zeros(8, 8), "t": torch.zeros(8, 8)}, a, b)
+    other = jitted({"g": state["t"], "t": state["g"]}, a, b)
+    want = step({"g": torch.zeros(8, 8), "t": torch.zeros(8, 8)}, a, b)["g"]
+    assert torch.allclose(other["g"].global_value(), want, rtol=0.05, atol=0.2)
+    assert not other["t"].global_value().any()
