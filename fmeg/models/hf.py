@@ -165,7 +165,7 @@ def _rows(cfg: Any) -> dict[str, Param]:
 def _names(p: Param, cfg: Any) -> dict[str, tuple[int, ...]]:
     """Each name there, and the place here along the stacked axes."""
     places = product(*(range(cfg.sizes[a]) for a in p.stacked))
-    return {p.hf.format(*(n + p.first if i == 0 else n for i, n in enumerate(at))): at for at in places}
+    return {p.hf.format(*(p.first + p.step * n if i == 0 else n for i, n in enumerate(at))): at for at in places}
 
 
 @dataclass(frozen=True)

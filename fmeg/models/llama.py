@@ -125,15 +125,22 @@ def attention_rows(cfg: Any, std: float, out: float) -> dict[str, Param]:
     return rows
 
 
-def parameters(cfg: Config) -> dict[str, Any]:
-    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there."""
-    std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
+def mlp_rows(std: float, out: float) -> dict[str, Param]:
+    """Those of what `swiglu` reads."""
     mlp = "model.layers.{}.mlp."
-    layers = attention_rows(cfg, std, out) | {
-        "norm2": Param("layers embed", "ones", "model.layers.{}.post_attention_layernorm.weight"),
+    return {
         "w_gate": Param("layers embed ff", std, mlp + "gate_proj.weight", "ff embed"),
         "w_up": Param("layers embed ff", std, mlp + "up_proj.weight", "ff embed"),
         "w_down": Param("layers ff embed", out, mlp + "down_proj.weight", "embed ff"),
+    }
+
+
+def parameters(cfg: Config) -> dict[str, Any]:
+    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there."""
+    std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
+    layers = attention_rows(cfg, std, out) | {
+        "norm2": Param("layers embed", "ones", "model.layers.{}.post_attention_layernorm.weight"),
+        **mlp_rows(std, out),
     }
     table = {
         "embed": Param("vocab embed", std, "model.embed_tokens.weight"),

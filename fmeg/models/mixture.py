@@ -11,7 +11,8 @@ Sources: Mixtral, arXiv:2401.04088; DeepSeekMoE, arXiv:2401.06066 (shared expert
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -169,6 +170,12 @@ def add_stats(stats: Stats, chosen: ops.RouterOutput, layer: Int[Tensor, ""]) ->
     here = torch.arange(stats["counts"].shape[0], device=layer.device) == layer
     counts = stats["counts"] + here.unsqueeze(1) * chosen.counts
     return {"counts": counts, **{name: stats[name] + total for name, total in chosen.losses.items()}}
+
+
+def join_stats(parts: Sequence[Stats]) -> Stats:
+    """Those of several stacks of layers as one."""
+    total = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0] if n != "counts"}
+    return {"counts": torch.cat([part["counts"] for part in parts]), **total}
 
 
 def loss_pairs(stats: Stats, batch: Mapping[str, Tensor], cfg: Sizes, like: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -6,7 +6,8 @@
 The relatives differ by what `Config` says: biases on q, k, v and a gated shared expert (Qwen2), norms on q and k
 (Qwen3), and how the router weighs (`fmeg.ops.Router`).
 
-Sources (arXiv): Mixtral 2401.04088, Qwen2 2407.10671, Qwen3 2505.09388.
+Some layers may have an MLP instead (`Config.dense`): see `fmeg.models.runs` for how they are scanned. Sources (arXiv):
+Mixtral 2401.04088, Qwen2 2407.10671, Qwen3 2505.09388.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fmeg import P, einsum, ops, remat, scan, shard
+from fmeg import P, einsum, ops, region, remat, scan, shard
 from fmeg.models import mixture, rotary
-from fmeg.models.llama import attend, attention_rows, norm
+from fmeg.models.llama import attend, attention_rows, mlp_rows, norm, swiglu
 from fmeg.models.padding import blank
+from fmeg.models.runs import Run, runs
 from fmeg.models.table import Param, axes_of, batch_axes, cast, count_params, init_params, round_up, visible
 
 __all__ = [
@@ -47,6 +49,8 @@ class Config:
     """Sizes bear the names of their logical axes; see `fmeg.models.presets` for published ones.
 
     experts, expert_ff, router, shared_ff, shared_gate, router_bias   see `fmeg.models.mixture`
+    dense                                                             numbers of the layers that have an MLP, of inner
+                                                                      size `ff`, instead of experts
     the others                                                        as in `fmeg.models.llama.Config`
     """
 
@@ -78,8 +82,17 @@ class Config:
     compute_dtype: torch.dtype | None = None
     remat: Any = None
     z_loss: float = 0.0
+    dense: tuple[int, ...] = ()
+    ff: int = 0
 
     def __post_init__(self) -> None:
+        if not set(range(self.layers)) - set(self.dense):
+            raise ValueError(f"Config: all of layers={self.layers} are in `dense`; for such a model take llama.Config")
+        if list(self.dense) != sorted({i for i in self.dense if 0 <= i < self.layers}) or bool(self.dense) > self.ff:
+            raise ValueError(
+                f"Config: dense={self.dense} must be numbers below layers={self.layers}, in order, and the MLPs of an "
+                f"inner size, given ff={self.ff}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"Config: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
 
@@ -90,24 +103,36 @@ class Config:
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each logical axis of the parameters."""
-        same = {a: getattr(self, a) for a in ("embed", "layers", "heads", "kv_heads", "head_dim")}
-        return {"vocab": self.padded_vocab, **same, **mixture.axis_sizes(self)}
+        same = {a: getattr(self, a) for a in ("embed", "heads", "kv_heads", "head_dim", *["ff"] * bool(self.dense))}
+        stacks = {run.name: run.repeats for run in self.runs}
+        return {"vocab": self.padded_vocab, **stacks, **same, **mixture.axis_sizes(self)}
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The scans over the layers: "d" has an MLP, "s" is sparse."""
+        return runs("".join("d" if i in self.dense else "s" for i in range(self.layers)))
 
 
 def parameters(cfg: Config) -> dict[str, Any]:
-    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there."""
+    """Every parameter: its axes, how it starts, what Hugging Face calls it and how it lies there.
+
+    Layers of a period of several have their number in it: `layers.0.wq`, `layers.1.wq`.
+    """
     std, out = cfg.init_std, cfg.init_std / (2 * cfg.layers) ** 0.5
     names = mixture.MIXTRAL if _kind(cfg) == "mixtral" else mixture.QWEN
-    layers = {
+    both = {
         **attention_rows(cfg, std, out),
         "norm2": Param("layers embed", "ones", "model.layers.{}.post_attention_layernorm.weight"),
-        **mixture.parameters(cfg, names, "layers", 0, std, out),
     }
-    table = {
-        "embed": Param("vocab embed", std, "model.embed_tokens.weight"),
-        "layers": layers,
-        "final_norm": Param("embed", "ones", "model.norm.weight"),
+    rows = {
+        "s": {**both, **mixture.parameters(cfg, names, "layers", 0, std, out)},
+        "d": {**both, **mlp_rows(std, out)},
     }
+    table: dict[str, Any] = {"embed": Param("vocab embed", std, "model.embed_tokens.weight")}
+    for run in cfg.runs:
+        layers = [run.table(j, rows[kind]) for j, kind in enumerate(run.kinds)]
+        table[run.name] = layers[0] if len(layers) == 1 else {str(j): layer for j, layer in enumerate(layers)}
+    table["final_norm"] = Param("embed", "ones", "model.norm.weight")
     if not cfg.tied:
         table["head"] = Param("vocab embed", std, "lm_head.weight")
     return table
@@ -149,6 +174,20 @@ def block(
     return x + o, chosen
 
 
+def dense_block(
+    p: Mapping[str, Tensor],
+    x: Float[Tensor, "b s d"],
+    rope: Float[Tensor, "... s half 2"],
+    segments: Int[Tensor, "b s"] | None,
+    cfg: Config,
+) -> Float[Tensor, "b s d"]:
+    """One layer without experts."""
+    x = x + attend(p, x, rope, segments, cfg)
+    h = norm(x, p["norm2"], cfg.norm_eps)
+    with region("mlp"):
+        return x + swiglu(h, p["w_gate"], p["w_up"], p["w_down"])
+
+
 def hidden(
     params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config
 ) -> tuple[Float[Tensor, "b s d"], mixture.Stats]:
@@ -157,18 +196,38 @@ def hidden(
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     rope = ops.rope_table(positions, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
+    where = rope, batch.get("segments"), batch.get("real")
     x = shard(ops.embedding(cast(params["embed"], cfg.compute_dtype), tokens), P("batch", "res_seq", None))
+    found = []
+    for run in cfg.runs:
+        x, stats = _scan(params[run.name], x, run, cfg, where)
+        found += [stats] if stats else []
+    return ops.rms_norm(x, cast(params["final_norm"], cfg.compute_dtype), cfg.norm_eps), mixture.join_stats(found)
 
-    def body(carry: Any, layer: Any, rope: Tensor, segments: Any, real: Any) -> tuple[Any, None]:
-        (x, stats), (p, i) = carry, layer
-        x, chosen = block(mixture.cast_layer(p, cfg.compute_dtype), x, rope, segments, cfg, real)
-        return (x, mixture.add_stats(stats, chosen, i)), None
 
-    layers = (params["layers"], torch.arange(cfg.layers, device=tokens.device))
-    start = (x, mixture.no_stats(cfg, cfg.layers, x))
-    where = batch.get("segments"), batch.get("real")
-    (x, stats), _ = scan(remat(body, cfg.remat) if cfg.remat else body, start, layers, rope, *where)
-    return ops.rms_norm(x, cast(params["final_norm"], cfg.compute_dtype), cfg.norm_eps), stats
+def _scan(p: Any, x: Tensor, run: Run, cfg: Config, where: tuple[Any, ...]) -> tuple[Tensor, mixture.Stats]:
+    """A run's layers, and the sums of their routers, if they have any."""
+    routers = run.kinds.count("s")
+
+    def body(carry: Any, period: Any, rope: Tensor, segments: Any, real: Any) -> tuple[Any, None]:
+        (x, stats), (layers, i) = carry, period
+        for j, kind in enumerate(run.kinds):
+            p = mixture.cast_layer(_layer(layers, run, j), cfg.compute_dtype)
+            if kind == "d":
+                x = dense_block(p, x, rope, segments, cfg)
+            else:
+                x, chosen = block(p, x, rope, segments, cfg, real)
+                stats = mixture.add_stats(stats, chosen, i * routers + run.kinds[:j].count("s"))
+        return (x, stats), None
+
+    start = (x, mixture.no_stats(cfg, run.repeats * routers, x) if routers else {})
+    periods = (p, torch.arange(run.repeats, device=x.device))
+    return scan(remat(body, cfg.remat) if cfg.remat else body, start, periods, *where)[0]
+
+
+def _layer(layers: Any, run: Run, j: int) -> Any:
+    """The j-th layer of a period."""
+    return layers if len(run.kinds) == 1 else layers[str(j)]
 
 
 def head(params: Mapping[str, Any], x: Float[Tensor, "b s d"], cfg: Config) -> Float[Tensor, "b s v"]:
@@ -205,7 +264,8 @@ def apply(
 def loss(params: Mapping[str, Any], batch: Mapping[str, Tensor], cfg: Config) -> tuple[list[Any], dict[str, Tensor]]:
     """([(Σ mask · cross entropy, Σ mask), one pair for each loss of the router], {"counts": tokens an expert}).
 
-    Counts are "layers experts"; summed over a step they are what `fmeg.ops.update_bias` takes.
+    Counts are "layers experts", of the layers that have some; summed over a step they are what `fmeg.ops.update_bias`
+    takes.
 
     >>> from fmeg import random
     >>> from fmeg.models import presets
@@ -238,8 +298,17 @@ def update_bias(
     >>> params["layers"]["router_bias"][0, :2]
     tensor([0.0010, 0.0010])
     """
-    bias = ops.update_bias(params["layers"]["router_bias"], counts, rate)
-    return {**params, "layers": {**params["layers"], "router_bias": bias}}
+    out = dict(params)
+    parts = counts.split([run.repeats * run.kinds.count("s") for run in cfg.runs])
+    for run, part in zip(cfg.runs, parts, strict=True):
+        each = iter(part.unflatten(0, (run.repeats, -1)).unbind(1) if len(part) else ())
+        moved = {}
+        for j, kind in enumerate(run.kinds):
+            p = _layer(params[run.name], run, j)
+            new = {"router_bias": ops.update_bias(p["router_bias"], next(each), rate)} if kind == "s" else {}
+            moved[str(j)] = {**p, **new}
+        out[run.name] = moved if len(moved) > 1 else moved["0"]
+    return out
 
 
 def num_params(cfg: Config) -> int:
@@ -262,7 +331,9 @@ def flops_per_token(cfg: Config, seq: int) -> float:
     """
     attn = cfg.embed * cfg.head_dim * ((3 if cfg.attn_gate else 2) * cfg.heads + 2 * cfg.kv_heads)
     core = 2 * visible(seq, cfg.window) * cfg.heads * cfg.head_dim
-    return 6 * (cfg.layers * (attn + core + mixture.active(cfg)) + cfg.vocab_size * cfg.embed)
+    sparse, mlp = cfg.layers - len(cfg.dense), 3 * cfg.embed * cfg.ff
+    layers = cfg.layers * (attn + core) + sparse * mixture.active(cfg) + len(cfg.dense) * mlp
+    return 6 * (layers + cfg.vocab_size * cfg.embed)
 
 
 HF_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -290,12 +361,13 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
         (bool(hf.get("attention_bias")), "attention_bias=True"),
         (kind == "qwen2_moe" and not hf.get("qkv_bias", True), "qkv_bias=False"),
         (bool(hf.get("use_sliding_window")), "layers of which only some have a window"),
-        (bool(hf.get("mlp_only_layers")) or hf.get("decoder_sparse_step", 1) != 1, "layers without experts"),
         (bool(hf.get("router_jitter_noise")), "router_jitter_noise; set router= with a jitter"),
     ]:
         if bad:
             raise ValueError(f"from_hf_config: this model has no {what}")
-    heads = hf["num_attention_heads"]
+    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+    only, every = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step", 1)
+    dense = () if mixtral else tuple(i for i in range(layers) if i in only or (i + 1) % every)
     router = ops.Router(
         hf["num_experts_per_tok"],
         renormalize=mixtral or bool(hf.get("norm_topk_prob", False)),
@@ -304,7 +376,9 @@ def from_hf_config(hf: Mapping[str, Any], **changes: Any) -> Config:
     fields: dict[str, Any] = dict(
         vocab_size=hf["vocab_size"],
         embed=hf["hidden_size"],
-        layers=hf["num_hidden_layers"],
+        layers=layers,
+        dense=dense,
+        ff=hf["intermediate_size"] if dense else 0,
         heads=heads,
         kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
@@ -343,6 +417,7 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
         (cfg.shared_ff > 0 and kind != "qwen2_moe", f"a shared expert beside what makes it {kind}"),
         (kind == "mixtral" and not router.renormalize, "weights that are not renormalized, as Mixtral's are"),
         (cfg.window is not None and kind != "mixtral", "a window"),
+        (cfg.dense and kind == "mixtral", "layers without experts"),
     ]:
         if bad:
             raise ValueError(f"to_hf_config: no Hugging Face model of this family has {what}")
@@ -371,7 +446,8 @@ def to_hf_config(cfg: Config) -> dict[str, Any]:
         moe_intermediate_size=cfg.expert_ff,
         norm_topk_prob=router.renormalize,
         decoder_sparse_step=1,
-        mlp_only_layers=[],
+        mlp_only_layers=list(cfg.dense),
+        intermediate_size=cfg.ff or cfg.expert_ff,
     )
     if kind == "qwen2_moe":
         if cfg.head_dim * cfg.heads != cfg.embed:

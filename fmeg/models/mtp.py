@@ -112,5 +112,4 @@ def further(
     where = rope, segments, batch.get("real")
     (_, sums, own), _ = scan(remat(body, cfg.remat) if cfg.remat else body, start, each, shared, *where)
     pairs = [(cfg.mtp_weight / cfg.mtp_layers * sums[k - 1], masks[k - 1].sum()) for k in depths]
-    both = {n: torch.cat([stats[n], own[n]]) if n == "counts" else stats[n] + own[n] for n in stats}
-    return pairs, both
+    return pairs, mixture.join_stats([stats, own])

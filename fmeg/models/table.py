@@ -30,6 +30,7 @@ class Param:
               parameter with an axis `a` comes before one with `b`
     part      (i, n): the i-th of n equal parts of the last dimension there
     first     the number there of the first layer of the stack
+    step      how far apart the numbers there of its layers are
     """
 
     axes: str
@@ -38,6 +39,7 @@ class Param:
     hf_axes: str = ""
     part: tuple[int, int] = (0, 1)
     first: int = 0
+    step: int = 1
 
     @property
     def stacked(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def config(dense: llama.Config, experts: int, top_k: int, granularity: int = 1, 
     """
     if dense.ff % granularity:
         raise ValueError(f"upcycle: granularity={granularity} does not divide the MLP's size {dense.ff}")
-    shared = {f.name for f in fields(moe.Config)}
+    shared = {f.name for f in fields(moe.Config)} - {"ff"}
     same = {f.name: getattr(dense, f.name) for f in fields(dense) if f.name in shared}
     router = ops.Router(top_k, "softmax_of_top_k", batch_loss=0.01)
     sizes = dict(experts=experts, expert_ff=dense.ff // granularity, router=router)
@@ -83,11 +83,12 @@ def upcycle(
 
 def _granularity(dense: llama.Config, sparse: moe.Config) -> int:
     shared = {f.name for f in fields(sparse)} & {f.name for f in fields(dense)}
-    shared -= {"dtype", "compute_dtype", "remat", "init_std", "max_seq"}
+    shared -= {"ff", "dtype", "compute_dtype", "remat", "init_std", "max_seq"}
     router = sparse.router
     g = dense.ff // max(sparse.expert_ff, 1)
     differ = sorted(n for n in shared if getattr(dense, n) != getattr(sparse, n))
     for bad, what in [
+        (sparse.dense, f"layers {list(sparse.dense)} of the mixture have no experts"),
         (differ, f"the configs differ in {', '.join(differ)}"),
         (g * sparse.expert_ff != dense.ff, f"expert_ff={sparse.expert_ff} must divide ff={dense.ff}"),
         (

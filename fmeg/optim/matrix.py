@@ -73,7 +73,7 @@ def parse_matrix(spec: str) -> Matrix:
     return Matrix(tuple(batch), rows, cols)
 
 
-BATCH = ("layers", "dense_layers", "mtp_layers", "experts")
+BATCH = ("layers", "dense_layers", "first_layers", "last_layers", "mtp_layers", "experts")
 JOIN = ("head_dim", "qk_dim", "nope_dim", "v_dim")
 
 

@@ -70,6 +70,17 @@ CONFIGS |= {
         **MOE, rope_parameters=YARN, num_experts=4, moe_intermediate_size=24, head_dim=12, tie_word_embeddings=True
     ),
 }
+ALTERNATING = MOE | dict(num_hidden_layers=6, num_experts=4, moe_intermediate_size=24)
+CONFIGS |= {
+    "qwen3-moe-every-second": transformers.Qwen3MoeConfig(**ALTERNATING, head_dim=12, decoder_sparse_step=2),
+    "qwen3-moe-some": transformers.Qwen3MoeConfig(**ALTERNATING, head_dim=12, mlp_only_layers=[0, 1, 5]),
+    "qwen2-moe-both": transformers.Qwen2MoeConfig(
+        **ALTERNATING | {"num_hidden_layers": 5},
+        shared_expert_intermediate_size=28,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+}
 CONFIGS |= {
     "deepseek-v2-lite": transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=None, first_k_dense_replace=1),
     "deepseek-v2": transformers.DeepseekV2Config(**DEEPSEEK, **V2_GROUPS, q_lora_rank=14, first_k_dense_replace=0),

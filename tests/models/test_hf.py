@@ -125,8 +125,6 @@ def test_configs_that_mean_another_function_are_refused(change):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("qwen2-moe", {"decoder_sparse_step": 2}),
-        ("qwen2-moe", {"mlp_only_layers": [1]}),
         ("qwen2-moe", {"qkv_bias": False}),
         ("mixtral", {"router_jitter_noise": 0.1}),
         ("mixtral", {"hidden_act": "gelu"}),
