@@ -51,8 +51,8 @@ TINY_MOE = (
     (2, 64),
 )  # fmt: skip
 SEQUENCE = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
-SHARDED: dict[str, Any] = dict(batch="dp", params=dict.fromkeys(("embed", "heads", "ff", "vocab"), "dp"))
-MOE: dict[str, Any] = dict(batch="dp", experts="dp", params=dict.fromkeys(("embed", "heads", "vocab"), "dp"))
+SHARDED: dict[str, Any] = dict(batch="dp", params=dict.fromkeys(("embed", "heads", "ff"), "dp"))
+MOE: dict[str, Any] = dict(batch="dp", experts="dp", params=dict.fromkeys(("embed", "heads"), "dp"))
 LAYOUTS: dict[str, tuple[str, Layout, str | None]] = {
     "experts": ("dp", Layout(**MOE), None),
     "experts-gathered": ("dp", Layout(**MOE, dispatch="all_gather"), None),

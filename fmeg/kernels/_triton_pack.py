@@ -58,13 +58,13 @@ def _weigh(
 
 @triton.jit
 def _weigh_bwd(
-    ct_ptr, rows_ptr, order_ptr, total_ptr, weights_ptr, drows_ptr, dweights_ptr, slots, D,
+    ct_ptr, rows_ptr, order_ptr, total_ptr, weights_ptr, drows_ptr, dweights_ptr, slots, out_rows, D,
     K: tl.constexpr, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    limit = slots
+    limit = min(slots, out_rows)
     if HAS_TOTAL:
-        limit = min(slots, tl.load(total_ptr).to(tl.int32))
+        limit = min(limit, tl.load(total_ptr).to(tl.int32))
     acc = tl.zeros((BLOCK,), tl.float32)
     if row < limit:
         slot = tl.load(order_ptr + row)
@@ -75,7 +75,7 @@ def _weigh_bwd(
             ct = tl.load(ct_ptr + slot // K * D + column, mask=real, other=0.0).to(tl.float32)
             acc += ct * tl.load(rows_ptr + row * D + column, mask=real, other=0.0).to(tl.float32)
             tl.store(drows_ptr + row * D + column, (weight * ct).to(drows_ptr.dtype.element_ty), mask=real)
-    else:
+    elif row < out_rows:
         for start in range(0, D, BLOCK):
             column = start + tl.arange(0, BLOCK)
             tl.store(drows_ptr + row * D + column, acc.to(drows_ptr.dtype.element_ty), mask=column < D)
@@ -83,9 +83,9 @@ def _weigh_bwd(
         tl.store(dweights_ptr + tl.load(order_ptr + row), tl.sum(acc, 0).to(dweights_ptr.dtype.element_ty))
 
 
-def pack(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int) -> Tensor:
+def pack(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int | None) -> Tensor:
     """out[i] = x[order[i] // k] for i < total, else 0."""
-    d = x.shape[1]
+    d, rows = x.shape[1], order.shape[0] if rows is None else rows
     x, out = x.contiguous(), x.new_empty(rows, d)
     if out.numel():
         block = min(BLOCK, triton.next_power_of_2(d))
@@ -113,16 +113,18 @@ def weigh(rows: Tensor, inverse: Tensor, total: Tensor | None, weights: Tensor |
 
 
 def weigh_bwd(
-    ct: Tensor, rows: Tensor, order: Tensor, total: Tensor | None, weights: Tensor, out_rows: int
+    ct: Tensor, rows: Tensor, order: Tensor, total: Tensor | None, weights: Tensor, out_rows: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of the rows, packed, `out_rows` of them, and of the weights."""
+    """Cotangents of the rows, packed, `out_rows` of them (None: as many as there are), and of the weights."""
     d, k = ct.shape[1], weights.shape[1]
+    out_rows = rows.shape[0] if out_rows is None else out_rows
     ct, rows, weights = ct.contiguous(), rows.contiguous(), weights.contiguous()
     drows, dweights = rows.new_empty(out_rows, d), torch.empty_like(weights)
-    if out_rows:
+    programs = max(out_rows, order.shape[0])
+    if programs:
         with on(rows):
-            _weigh_bwd[(out_rows,)](
-                ct, rows, order, total, weights, drows, dweights, order.shape[0], d,
+            _weigh_bwd[(programs,)](
+                ct, rows, order, total, weights, drows, dweights, order.shape[0], out_rows, d,
                 K=k, HAS_TOTAL=total is not None, BLOCK=min(BLOCK, triton.next_power_of_2(max(d, 1))),
             )  # fmt: skip
     return drows, dweights

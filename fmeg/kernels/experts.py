@@ -38,7 +38,7 @@ def _(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("fmeg::pack_rows", mutates_args=())
-def pack(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int) -> Tensor:
+def pack(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int | None) -> Tensor:
     """As `fmeg.ops.pack.pack`. Tokens are flattened in here: a compiler may compute twice what it sees through a
     view."""
     from fmeg.kernels import _triton_pack
@@ -47,8 +47,8 @@ def pack(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int) -> T
 
 
 @pack.register_fake
-def _(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int) -> Tensor:
-    return x.new_empty(rows, x.shape[-1])
+def _(x: Tensor, order: Tensor, total: Tensor | None, k: int, rows: int | None) -> Tensor:
+    return x.new_empty(order.shape[0] if rows is None else rows, x.shape[-1])
 
 
 @torch.library.custom_op("fmeg::weigh_rows", mutates_args=())
@@ -66,7 +66,7 @@ def _(rows: Tensor, inverse: Tensor, total: Tensor | None, weights: Tensor | Non
 
 @torch.library.custom_op("fmeg::weigh_rows_bwd", mutates_args=())
 def weigh_bwd(
-    ct: Tensor, rows: Tensor, order: Tensor, total: Tensor | None, weights: Tensor, out_rows: int
+    ct: Tensor, rows: Tensor, order: Tensor, total: Tensor | None, weights: Tensor, out_rows: int | None
 ) -> tuple[Tensor, Tensor]:
     """As `fmeg.ops.pack.weigh_bwd`."""
     from fmeg.kernels import _triton_pack
@@ -76,9 +76,11 @@ def weigh_bwd(
 
 @weigh_bwd.register_fake
 def _(
-    ct: Tensor, rows: Tensor, order: Tensor, total: Tensor | None, weights: Tensor, out_rows: int
+    ct: Tensor, rows: Tensor, order: Tensor, total: Tensor | None, weights: Tensor, out_rows: int | None
 ) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(out_rows, rows.shape[1]), weights.new_empty(weights.shape)
+    return rows.new_empty(rows.shape[0] if out_rows is None else out_rows, rows.shape[1]), weights.new_empty(
+        weights.shape
+    )
 
 
 @torch.library.custom_op("fmeg::gated_rows", mutates_args=())

@@ -12,8 +12,10 @@ from fmeg.ops._common import differentiated, wide
 from fmeg.program.primitive import Primitive
 
 
-def pack(x: Float[Tensor, "*t d"], order: Int[Tensor, "s"], total: Tensor | None, k: int, rows: int) -> Tensor:
-    """rows[i] = x[order[i] // k] for i < total (None: all of `order`), else 0.
+def pack(
+    x: Float[Tensor, "*t d"], order: Int[Tensor, "s"], total: Tensor | None, k: int, rows: int | None = None
+) -> Tensor:
+    """rows[i] = x[order[i] // k] for i < total (None: all of `order`), else 0; as many as `order` has unless `rows`.
 
     >>> pack(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0]), None, k=1, rows=3).flatten().tolist()
     [2.0, 1.0, 0.0]
@@ -24,11 +26,11 @@ def pack(x: Float[Tensor, "*t d"], order: Int[Tensor, "s"], total: Tensor | None
     return _tail(out, total, rows)
 
 
-def _tail(packed: Tensor, total: Tensor | None, rows: int) -> Tensor:
-    """Rows from `total` on are 0, and there are `rows` of them."""
+def _tail(packed: Tensor, total: Tensor | None, rows: int | None) -> Tensor:
+    """Rows from `total` on are 0, and there are `rows` of them, if given."""
     if total is not None:
         packed = torch.where((torch.arange(packed.shape[0], device=packed.device) < total)[:, None], packed, 0.0)
-    missing = rows - packed.shape[0]
+    missing = 0 if rows is None else rows - packed.shape[0]
     return torch.cat([packed, packed.new_zeros(missing, packed.shape[1])]) if missing else packed
 
 
@@ -41,9 +43,13 @@ def _fused(*tensors: Tensor) -> bool:
 
 
 def _slots(rows: Tensor, inverse: Tensor, total: Tensor | None) -> Tensor:
-    """Each slot's row; 0 where it has none."""
-    out = rows.index_select(0, inverse)
-    return out if total is None else torch.where((inverse < total)[:, None], out, 0.0)
+    """Each slot's row; 0 where it has none: its place is not below `total`, and may be beyond the rows there are."""
+    if total is None:
+        return rows.index_select(0, inverse)
+    if not rows.shape[0]:
+        return rows.new_zeros(inverse.shape[0], *rows.shape[1:])
+    out = rows.index_select(0, inverse.clamp(max=rows.shape[0] - 1))
+    return torch.where((inverse < total)[:, None], out, 0.0)
 
 
 def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor | None, k: int) -> Tensor:
@@ -81,9 +87,9 @@ def weigh_bwd(
     inverse: Int[Tensor, "s"],
     total: Tensor | None,
     weights: Float[Tensor, "t k"],
-    out_rows: int,
+    out_rows: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of `weigh`'s rows (packed, and `out_rows` of them) and weights."""
+    """Cotangents of `weigh`'s rows (packed, `out_rows` of them, or as many as there are) and weights."""
     k = weights.shape[1]
     if _fused(ct, rows, weights):
         return experts.weigh_bwd(ct, rows, order, total, weights, out_rows)
@@ -92,6 +98,8 @@ def weigh_bwd(
     dweights = (slots * wide_ct[:, None]).sum(-1).to(weights.dtype)
     w = weights.reshape(-1, 1).to(wide_ct.dtype).index_select(0, order)
     drows = (wide_ct.index_select(0, order // k) * w).to(rows.dtype)
+    if out_rows is None:
+        return _tail(drows[: rows.shape[0]], total, rows.shape[0]), dweights
     return _tail(drows, total, out_rows), dweights
 
 

@@ -21,13 +21,11 @@ gathered_p = Primitive("gather_rows", rows_.gathered, flops=lambda n: 0)
 
 
 def _to_rows(part: Partitioner, wire: Wire, v: Value, packed: Value, pending: frozenset[str], features: Any) -> None:
-    """Rows packed by their order, sent to their experts; `v` becomes them."""
+    """Rows packed by their order, sent to their experts unless they are there; `v` becomes them."""
     rows = share(part, wire, v.shape[0])
 
     def local(packed: Tensor, host: Tensor, table: Tensor, to_expert: Tensor | None = None) -> dict[str, Tensor]:
         out = collectives.exchange_rows(packed, host, wire.exchanged, back=False, rows=rows)
-        if not wire.exchanged:
-            return {"rows": out}
         if to_expert is not None:
             return {"rows": out.index_select(0, to_expert)}
         to_expert, to_arrival = by_expert_p(out, table)
@@ -39,7 +37,7 @@ def _to_rows(part: Partitioner, wire: Wire, v: Value, packed: Value, pending: fr
             out = collectives.all_to_all(out, wire.exchanged, 0, 0)
         return {"rows": out.index_select(0, to_expert)}
 
-    if wire.experts:
+    if wire.experts and not wire.at_home:
         fn = local if wire.width is None else bounded
         got = record(part, fn, (packed,), wire.names("host", "table", "to_expert"))
         packed = got.pop("rows")
@@ -50,7 +48,7 @@ def _to_rows(part: Partitioner, wire: Wire, v: Value, packed: Value, pending: fr
 
 
 def _from_rows(part: Partitioner, wire: Wire, rows: Value, slots: int) -> Value:
-    """Rows back where they were packed, zeros for those that went nowhere; on one rank as they are."""
+    """Rows back where they were packed, zeros for those that went nowhere; those that did not travel as they are."""
 
     def local(rows: Tensor, host: Tensor, to_arrival: Tensor | None = None) -> dict[str, Tensor]:
         rows = rows if to_arrival is None else rows.index_select(0, to_arrival)
@@ -62,11 +60,16 @@ def _from_rows(part: Partitioner, wire: Wire, rows: Value, slots: int) -> Value:
             rows = collectives.all_to_all(rows, wire.exchanged, 0, 0)
         return {"rows": gathered_p(rows, table[:, 0], wire.width, slots)}
 
-    if not wire.experts:
+    if not wire.experts or wire.at_home:
         return rows
     if wire.width is not None:
         return record(part, bounded, (rows,), wire.names("table", "to_arrival"))["rows"]
     return record(part, local, (rows,), wire.names("host", "to_arrival"))["rows"]
+
+
+def _travels(wire: Wire) -> bool:
+    """Whether rows are sent, so that every slot has one again, of zeros where it was dropped."""
+    return bool(wire.experts) and not wire.at_home
 
 
 def dispatch(part: Partitioner, node: Node) -> None:
@@ -76,13 +79,17 @@ def dispatch(part: Partitioner, node: Node) -> None:
     value, placement = tokens_at(part, wire, x)
     rows = share(part, wire, node.kwargs["rows"])
 
-    def local(x: Tensor, order: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+    def local(x: Tensor, order: Tensor, total: Tensor | None = None, host: Tensor | None = None) -> dict[str, Tensor]:
         x = x.flatten(0, -2)
+        if wire.at_home:
+            assert host is not None
+            own = collectives.exchange_rows(order, host, (), back=False, rows=rows)
+            return {"packed": pack_p(x, own, total, k=k)}
         if wire.experts:
-            return {"packed": pack_p(x, order, None, k=k, rows=order.shape[0])}
+            return {"packed": pack_p(x, order, None, k=k)}
         return {"packed": pack_p(x, order, total, k=k, rows=rows)}
 
-    packed = record(part, local, (value,), wire.names("order", "total"))["packed"]
+    packed = record(part, local, (value,), wire.names("order", "total", "host"))["packed"]
     _to_rows(part, wire, node.outs[0], packed, placement.pending, placement.dims[-1:])
 
 
@@ -91,11 +98,11 @@ def collect(part: Partitioner, node: Node) -> None:
     rows, order, *_ = node.args
     wire, k, tokens = wire_of(part, order), node.kwargs["k"], node.kwargs["tokens"]
     value, placement = rows_at(part, wire, rows)
-    back = _from_rows(part, wire, value, wire.locals_["inverse"].shape[0])
+    back, travels = _from_rows(part, wire, value, wire.locals_["inverse"].shape[0]), _travels(wire)
     shape = Placement((*_token_dims(wire, tokens), ())).local_shape((*tokens, 1), part.ctx.sizes)[:-1]
 
     def local(back: Tensor, inverse: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        total = None if wire.experts else total
+        total = None if travels else total
         return {"out": unpack_p(back, inverse, total, k=k).unflatten(0, shape)}
 
     out = record(part, local, (back,), wire.names("inverse", "total"))["out"]
@@ -113,11 +120,11 @@ def combine(part: Partitioner, node: Node) -> None:
     rows, weights, order, *_ = node.args
     wire = wire_of(part, order)
     value, placement = rows_at(part, wire, rows)
-    back = _from_rows(part, wire, value, wire.locals_["inverse"].shape[0])
+    back, travels = _from_rows(part, wire, value, wire.locals_["inverse"].shape[0]), _travels(wire)
     w = part.get(part.placed(weights), Placement((*wire.tokens, ())), "rule")
 
     def local(back: Tensor, w: Tensor, inverse: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        total = None if wire.experts else total
+        total = None if travels else total
         out = weigh_p(back, inverse, total, w.flatten(0, -2))
         return {"out": out.unflatten(0, w.shape[:-1])}
 
@@ -137,13 +144,13 @@ def combine_bwd(part: Partitioner, node: Node) -> None:
     placement = Placement((*wire.tokens, last))
     value = part.get(p, placement, "rule")
     w = part.get(part.placed(weights), Placement((*wire.tokens, ())), "rule")
-    rows = share(part, wire, node.outs[0].shape[0])
+    rows, travels = share(part, wire, node.outs[0].shape[0]), _travels(wire)
 
     def local(
         ct: Tensor, w: Tensor, back: Tensor, order: Tensor, inverse: Tensor, total: Tensor | None = None
     ) -> dict[str, Tensor]:
-        total = None if wire.experts else total
-        out_rows = order.shape[0] if wire.experts else rows
+        total = None if travels else total
+        out_rows = None if wire.at_home else order.shape[0] if travels else rows
         drows, dw = weigh_bwd_p(ct.flatten(0, -2), back, order, inverse, total, w.flatten(0, -2), out_rows)
         return {"packed": drows, "dw": dw.unflatten(0, w.shape[:-1])}
 

@@ -51,6 +51,11 @@ class Wire:
     def gathered(self) -> set[str]:
         return set(flat(self.given)) - set(flat(self.tokens))
 
+    @property
+    def at_home(self) -> bool:
+        """Whether a rank's rows are made of tokens that it has: it packs its own, and no row travels."""
+        return bool(self.experts) and not self.exchanged and self.width is None
+
     def names(self, *names: str) -> dict[str, Value]:
         return {n: self.locals_[n] for n in names if n in self.locals_}
 
