@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fmeg import tree
 from fmeg.optim.base import Optimizer, Rate, add_decay, at, cast_like, counter, scale, widen, zeros_like
-from fmeg.optim.matrix import Matrix, matrix_of
+from fmeg.optim.matrix import Matrix, in_stack, matrix_of
 from fmeg.optim.rules import Rule, everywhere, resolve
 
 
@@ -132,7 +132,7 @@ def adafactor(
 
 
 def _last_two(path: str, p: Tensor) -> Matrix:
-    batch = (0,) if p.ndim and "layers" in path.split(".") else ()
+    batch = (0,) if p.ndim and in_stack(path) else ()
     if p.ndim - len(batch) < 2:
         return Matrix(batch, tuple(range(len(batch), p.ndim)), ())
     return Matrix(batch, (p.ndim - 2,), (p.ndim - 1,))

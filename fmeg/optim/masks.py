@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmeg import tree
 from fmeg.optim.base import Optimizer
-from fmeg.optim.matrix import BATCH, JOIN, matrices, parse_matrix
+from fmeg.optim.matrix import BATCH, JOIN, in_stack, matrices, parse_matrix
 from fmeg.optim.rules import Rule, resolve
 
 
@@ -88,7 +88,7 @@ def decay_matrices(path: str, leaf: Tensor) -> bool:
     >>> decay_matrices("layers.w1", torch.ones(2, 3, 4)), decay_matrices("layers.norm", torch.ones(2, 3))
     (True, False)
     """
-    return leaf.ndim - any(name.endswith("layers") for name in path.split(".")) >= 2
+    return leaf.ndim - in_stack(path) >= 2
 
 
 def decay_by_axes(axes: Any, batch: tuple[str, ...] = BATCH, join: tuple[str, ...] = JOIN) -> Any:

@@ -73,6 +73,15 @@ def parse_matrix(spec: str) -> Matrix:
     return Matrix(tuple(batch), rows, cols)
 
 
+def in_stack(path: str) -> bool:
+    """Whether a leaf lies in a stack of layers: below a name that ends in `layers`.
+
+    >>> in_stack("params.dense_layers.w1"), in_stack("embed")
+    (True, False)
+    """
+    return any(name.endswith("layers") for name in path.split("."))
+
+
 BATCH = ("layers", "dense_layers", "first_layers", "last_layers", "mtp_layers", "experts")
 JOIN = ("head_dim", "qk_dim", "nope_dim", "v_dim")
 

@@ -14,7 +14,7 @@ from fmeg import tree
 from fmeg.optim.adamw import adamw
 from fmeg.optim.base import Optimizer, Rate, add_decay, at, cast_like, counter, scale, widen, zeros_like
 from fmeg.optim.masks import partition
-from fmeg.optim.matrix import as_matrices, matrix_of
+from fmeg.optim.matrix import as_matrices, in_stack, matrix_of
 from fmeg.optim.newton_schulz import QUINTIC, Coefficients, newton_schulz
 from fmeg.optim.rules import Rule, everywhere, resolve
 
@@ -33,14 +33,15 @@ _SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def stacked_matrices(path: str, leaf: Tensor) -> str | None:
-    """Muon's default rule: leaves of `layers` with two dimensions after the stacked one are matrices, vectors are not.
+    """Muon's default rule: leaves in stacks of layers with two dimensions after the stacked one are matrices, vectors
+    are not.
 
-    Everything outside `layers` (embedding, head, last norm) is left to the other optimizer.
+    Everything outside (embedding, head, last norm) is left to the other optimizer.
 
-    >>> stacked_matrices("layers.w1", torch.ones(2, 4, 8)), stacked_matrices("embed", torch.ones(16, 4))
+    >>> stacked_matrices("dense_layers.w1", torch.ones(2, 4, 8)), stacked_matrices("embed", torch.ones(16, 4))
     ('layers (rows) (cols)', None)
     """
-    if "layers" not in path.split(".") or leaf.ndim < 3:
+    if not in_stack(path) or leaf.ndim < 3:
         return None
     if leaf.ndim > 3:
         raise ValueError(
