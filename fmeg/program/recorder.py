@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
 
     def record(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Record a primitive: shapes from its `fake` or its reference on fake tensors."""
-        refuse_autocast(self.name, "cpu", "cuda")
+        refuse_autocast(self.name, op.name)
         vargs, vkwargs = self.to_values(args), self.to_values(kwargs)
         with self.pause():
             out = (op.fake or op.reference)(*args, **kwargs)

@@ -33,14 +33,14 @@ def refuse(name: str, func: Any, args: tuple, kwargs: dict) -> None:
         )
 
 
-def refuse_autocast(where: str, *devices: str) -> None:
-    """Raise TraceError under `torch.autocast` for one of the devices: it changes what the same operations compute."""
-    for device in devices:
+def refuse_autocast(where: str, name: str) -> None:
+    """Raise TraceError if a primitive is to be recorded under `torch.autocast`: it runs later, where that is off."""
+    for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise TraceError(
-                f"{where}: torch.autocast({device!r}) is on; a traced function computes in the dtypes that it says, "
-                "whoever calls it. Leave autocast; cast in the function, as the models' compute_dtype does, or give "
-                "value_and_grad a precision="
+                f"{where}: {name} under torch.autocast({device!r}); it computes in the dtypes of what it is given, "
+                "whoever calls it, and autocast casts torch's own operations alone. Cast before it, as the models' "
+                "compute_dtype does, or give value_and_grad a precision="
             )
 
 

@@ -16,7 +16,6 @@ from fmeg.mesh import Mesh
 from fmeg.program import recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.ir import Program, Value
-from fmeg.program.refused import refuse_autocast
 from fmeg.program.structured import Accumulate, Gradient
 from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.execute import Mode, check_mode
@@ -77,11 +76,12 @@ class Jitted:
                 f"jit({self.name}) was called under a torch.func transform, which does not see what runs on a mesh. "
                 "Put the transform inside: jit(torch.func.grad(f)), or fmeg.value_and_grad"
             )
-        refuse_autocast(f"jit({self.name})", self.mesh.backend().device.type)
         leaves, treedef = tree.flatten(args)
         types = [type_of(x) for x in leaves]
         static = [None if t is not None else (type(x), _exact(x)) for t, x in zip(types, leaves, strict=True)]
-        key = (treedef, tuple(types), tuple(static))
+        device = self.mesh.backend().device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (treedef, tuple(types), tuple(static), autocast)
         try:
             compiled = self._cache.get(key)
         except TypeError:
@@ -95,10 +95,12 @@ class Jitted:
 
     def _why(self, args: tuple, key: tuple) -> str:
         """How a call differs from the one traced last."""
-        treedef, types, static = next(reversed(self._cache))
-        if key[0] != treedef:
-            return f"the arguments have the structure {key[0]}, had {treedef}"
-        now, before = (zip(*k[1:], strict=True) for k in (key, (treedef, types, static)))
+        last = next(reversed(self._cache))
+        if key[0] != last[0]:
+            return f"the arguments have the structure {key[0]}, had {last[0]}"
+        if key[3] != last[3]:
+            return f"autocast is {key[3] or 'off'}, was {last[3] or 'off'}"
+        now, before = (zip(*k[1:3], strict=True) for k in (key, last))
         for path, (t, s), (old, old_s) in zip(argument_paths(self.fn, args), now, before, strict=True):
             if (t, s) != (old, old_s):
                 return f"{path} is {t or repr(s[1])}, was {old or repr(old_s[1])}"

@@ -145,7 +145,7 @@ class Compiled:
             if not (alone and values[i].is_contiguous()):  # kernels write contiguous memory
                 values[i] = values[i].clone(memory_format=torch.contiguous_format)
         shared = _storages(v for v, given in zip(values, low.donated, strict=False) if not given)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(low.mesh.backend().device.type, enabled=False):  # its casts are recorded
             outs = (self.graph or self.executable.run)(values)
         often = Counter(s for got in outs for s in _storages([got]))
         results = []

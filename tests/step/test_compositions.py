@@ -149,6 +149,17 @@ def test_autocast_inside_and_around():
         equal(jit(around)(w, x), around(w, x), 0)
 
 
+def test_what_was_traced_without_autocast_is_traced_again_with_it():
+    """The state of autocast belongs to a trace as dtypes do; what runs later is as it was traced."""
+    step, x = jit(lambda x: x @ x), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        assert torch.equal(step(x).global_value(), x @ x) and step(x).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = step(x)
+            assert got.dtype == torch.bfloat16 and torch.equal(got.global_value(), x @ x)
+    assert len(step._cache) == 2
+
+
 def test_arrays_are_for_jit():
     params = jit(lambda params: params, mesh=MESH)(W)
     with pytest.raises(TypeError, match=r"value_and_grad\(first\): p.v is of type Array.*under fmeg.jit"):
