@@ -1,4 +1,5 @@
-"""Attention on CUDA: cuDNN's kernel for causal squares and full rectangles, torch's flash kernel for windows.
+"""Attention on CUDA: cuDNN's kernel for causal squares and full rectangles, torch's flash kernel for windows, Triton's
+(`masked`) for all else.
 
 Shapes as in `fmeg.ops.attention`: q "b s h e", k "b t k e", v "b t k f", o "b s h f", lse "b s h".
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fmeg.kernels import masked
+
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
@@ -15,25 +18,25 @@ HALF = (torch.bfloat16, torch.float16)
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, shift: object, segments: bool
 ) -> str | None:
-    """Which kernel computes it: "cudnn", "flash" or None.
+    """Which kernel computes it: "cudnn", "flash", "triton" or None.
 
     `shift` is the key position of query 0 (None: t - s). cuDNN aligns a causal mask at the first key, so it takes
-    squares; flash at the last. Neither knows packed segments. Flash wants one size of heads: smaller ones are padded
-    with zeros (multi-head latent attention: 192 for q and k, 128 for v). Under `torch.use_deterministic_algorithms`
-    it is flash throughout: cuDNN's gradient of q sums in any order, and two equal steps differ in their last bits.
+    squares; flash at the last. Neither knows packed segments. Flash wants one size of heads:
+    smaller ones are padded with zeros (multi-head latent attention: 192 for q and k, 128 for v). Under
+    `torch.use_deterministic_algorithms` it is flash throughout: cuDNN's gradient of q sums in any order, and two equal
+    steps differ in their last bits.
     """
+    fallback = "triton" if masked.fits(q, k, v) else None
     if q.device.type != "cuda" or q.dtype not in HALF or segments or min(q.numel(), k.numel()) == 0:
-        return None
+        return fallback
     s, t, e, f = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    if e % 8 or f % 8 or max(e, f) > 256:
-        return None
     placed = not causal or shift is None or (isinstance(shift, int) and shift == t - s)
-    if not placed:
-        return None
+    if e % 8 or f % 8 or max(e, f) > 256 or not placed:
+        return fallback
     square = s == t or not causal
     if window is None and square and max(e, f) <= 128 and _hopper(q.device) and not _deterministic():
         return "cudnn"
-    return "flash" if s <= t or not causal else None
+    return "flash" if s <= t or not causal else fallback
 
 
 def _deterministic() -> bool:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fmeg.kernels import attention as kernels
+from fmeg.kernels import masked
 from fmeg.ops import attention_cp
 from fmeg.ops._common import check_float, check_shape, differentiated, transformed
 from fmeg.ops._eager import Eager
@@ -49,6 +50,9 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> tup
         return kernels.cudnn_forward(q, k, v, m.causal, m.scale)
     if found == "flash":
         return kernels.flash_forward(q, k, v, m.causal, m.window, m.scale)
+    if found == "triton":
+        at = masked.place(q, k, m.shift)
+        return masked.forward(q, k, v, m.segments, m.kv_segments, *at, m.causal, m.window or 0, m.scale)
     run = cpu_forward if fits_cpu_kernel(q, k, v) else math_forward
     return run(q, k, v, m)
 
@@ -64,6 +68,9 @@ def _reference_bwd(
         return kernels.cudnn_backward(q, k, v, o, lse, do, m.causal, m.scale)
     if found == "flash":
         return kernels.flash_backward(q, k, v, o, lse, do, m.causal, m.window, m.scale)
+    if found == "triton":
+        at = masked.place(q, k, m.shift)
+        return masked.backward(q, k, v, o, lse, do, m.segments, m.kv_segments, *at, m.causal, m.window or 0, m.scale)
     run = cpu_backward if fits_cpu_kernel(q, k, v) else math_backward
     return run(q, k, v, o, lse, do, m)
 
