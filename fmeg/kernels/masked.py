@@ -40,6 +40,18 @@ def meeting(a: Int[Tensor, "b s"], b: Int[Tensor, "b t"], rows: int, columns: in
     return (first * some).to(torch.int32), (last * some).to(torch.int32)
 
 
+def narrow(ids: Int[Tensor, "b s"]) -> Int[Tensor, "b s"]:
+    """The ids in int32, those beyond its range at its ends: padding's own is the least that there is.
+
+    >>> narrow(torch.tensor([torch.iinfo(torch.int64).min, -1, 0, 7])).tolist()
+    [-2147483648, -1, 0, 7]
+    """
+    bounds = torch.iinfo(torch.int32)
+    return (
+        ids.clamp(bounds.min, bounds.max).to(torch.int32).contiguous() if ids.dtype == torch.int64 else ids.contiguous()
+    )
+
+
 def _ranges(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """The least and the largest id of each block."""
     bounds, more = torch.iinfo(ids.dtype), -ids.shape[1] % block
@@ -80,7 +92,7 @@ def _segments(
 ) -> tuple[tuple[Any, ...], bool]:
     if seg_q is None or seg_k is None:
         return (None, None, None, None), False
-    seg_q, seg_k = (x.to(torch.int32).contiguous() for x in (seg_q, seg_k))
+    seg_q, seg_k = narrow(seg_q), narrow(seg_k)
     bounds = meeting(seg_k, seg_q, columns, rows) if turned else meeting(seg_q, seg_k, rows, columns)
     return (seg_q, seg_k, *bounds), True
 

@@ -119,6 +119,17 @@ def test_a_packed_step(mode):
         assert (a.global_value().cpu() - b).norm() < 0.06 * b.norm()
 
 
+def test_padding_is_a_segment_of_its_own():
+    """Its id is the least of int64, which must not become 0 in int32."""
+    (q, k, v, do), m = problem((1, 64, 64, 2, 2, 64, 64), (True, None, None, 0), torch.bfloat16)
+    ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    ids[:, :20] = torch.iinfo(torch.int64).min
+    got = run(q, k, v, do, m._replace(segments=ids, kv_segments=ids))
+    want = run(*(x[:, 20:] for x in (q, k, v, do)), m)
+    for a, b in zip(got, want, strict=True):
+        assert (a[:, 20:].float() - b.float()).norm() < 1e-2 * b.float().norm()
+
+
 def test_the_primitive_takes_it():
     (q, k, v, do), m = problem(SIZES[0], MASKS[0], torch.bfloat16)
     options = dict(causal=True, window=None, scale=m.scale)
