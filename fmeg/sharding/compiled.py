@@ -33,9 +33,7 @@ class Inductor:
         self.compiled: dict[tuple[tuple[int, ...], ...], Callable[..., Any]] = {}
 
     def __call__(self, values: Sequence[torch.Tensor]) -> Any:
-        values = [
-            x.resolve_neg() if x.is_neg() else x for x in _distinct(values)
-        ]  # compiled code reads memory as it is
+        values = [x.resolve_neg() if x.is_neg() else x for x in _distinct(values)]  # it reads memory as it is
         strides = tuple([x.stride() for x in values])
         known = self.compiled.get(strides)
         if known is not None:
