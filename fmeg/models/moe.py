@@ -212,7 +212,7 @@ def _scan(p: Any, x: Tensor, run: Run, cfg: Config, where: tuple[Any, ...]) -> t
     def body(carry: Any, period: Any, rope: Tensor, segments: Any, real: Any) -> tuple[Any, None]:
         (x, stats), (layers, i) = carry, period
         for j, kind in enumerate(run.kinds):
-            p = mixture.cast_layer(_layer(layers, run, j), cfg.compute_dtype)
+            p = mixture.cast_layer(layer(layers, run, j), cfg.compute_dtype)
             if kind == "d":
                 x = dense_block(p, x, rope, segments, cfg)
             else:
@@ -225,7 +225,7 @@ def _scan(p: Any, x: Tensor, run: Run, cfg: Config, where: tuple[Any, ...]) -> t
     return scan(remat(body, cfg.remat) if cfg.remat else body, start, periods, *where)[0]
 
 
-def _layer(layers: Any, run: Run, j: int) -> Any:
+def layer(layers: Any, run: Run, j: int) -> Any:
     """The j-th layer of a period."""
     return layers if len(run.kinds) == 1 else layers[str(j)]
 
@@ -304,7 +304,7 @@ def update_bias(
         each = iter(part.unflatten(0, (run.repeats, -1)).unbind(1) if len(part) else ())
         moved = {}
         for j, kind in enumerate(run.kinds):
-            p = _layer(params[run.name], run, j)
+            p = layer(params[run.name], run, j)
             new = {"router_bias": ops.update_bias(p["router_bias"], next(each), rate)} if kind == "s" else {}
             moved[str(j)] = {**p, **new}
         out[run.name] = moved if len(moved) > 1 else moved["0"]

@@ -3,7 +3,7 @@
 Every expert is a copy of the MLP, or with granularity g one g-th of it, and a token goes to g experts where it would go
 to one: the router's weights of the g parts of a copy are the same, so all of them are chosen or none. Where weights sum
 to one, what the k chosen experts give is then 1/g of what the MLP gave, so `up` and `down`, in which a SwiGLU is
-linear, are multiplied by √g each.
+linear, are multiplied by √g each. Layers that the mixture keeps dense (`moe.Config.dense`) keep their MLP.
 
 Sources: Sparse Upcycling, arXiv:2212.05055; granular ("virtual groups"), arXiv:2410.07524.
 """
@@ -22,10 +22,11 @@ from fmeg import ops, tree
 from fmeg.models import llama, moe
 
 
-def config(dense: llama.Config, experts: int, top_k: int, granularity: int = 1, **changes: Any) -> moe.Config:
+def config(dense: llama.Config, /, experts: int, top_k: int, granularity: int = 1, **changes: Any) -> moe.Config:
     """The config of a mixture with `experts` experts, of which a token uses `top_k`, each of size ff / granularity.
 
-    changes   to other fields, such as `router` (its weights must sum to one) or `shared_ff`
+    changes   to other fields, such as `router` (its weights must sum to one), `shared_ff`, or `dense`: numbers of the
+              layers that keep their MLP
 
     >>> from fmeg.models import presets
     >>> config(presets.get("llama3-8b"), experts=8, top_k=2).expert_ff
@@ -37,7 +38,8 @@ def config(dense: llama.Config, experts: int, top_k: int, granularity: int = 1, 
     same = {f.name: getattr(dense, f.name) for f in fields(dense) if f.name in shared}
     router = ops.Router(top_k, "softmax_of_top_k", batch_loss=0.01)
     sizes = dict(experts=experts, expert_ff=dense.ff // granularity, router=router)
-    return moe.Config(**{**same, **sizes, **changes})
+    kept = {"ff": dense.ff} if changes.get("dense") else {}
+    return moe.Config(**{**same, **sizes, **kept, **changes})
 
 
 def upcycle(
@@ -62,7 +64,21 @@ def upcycle(
     """
     g = _granularity(dense, sparse)
     fresh = moe.init(key, sparse)
-    old, new = params["layers"], dict(fresh["layers"])
+    new: dict[str, Any] = {k: v for k, v in params.items() if k != "layers"}
+    for run in sparse.runs:
+        period, step = {}, len(run.kinds)
+        for j, kind in enumerate(run.kinds):
+            start = run.first + j
+            old = {k: v[start : run.first + step * run.repeats : step] for k, v in params["layers"].items()}
+            period[str(j)] = old if kind == "d" else _sparse_layers(old, moe.layer(fresh[run.name], run, j), sparse, g)
+        new[run.name] = period if step > 1 else period["0"]
+    return tree.map(lambda x: x.to(sparse.dtype), new)
+
+
+def _sparse_layers(
+    old: Mapping[str, Tensor], fresh: Mapping[str, Tensor], sparse: moe.Config, g: int
+) -> dict[str, Tensor]:
+    """A stack of layers with experts, from one with MLPs; what only the former has begins as in `fresh`."""
     copies, up = sparse.experts // g, (g / sparse.router.scale) ** 0.5
 
     def spread(w: Tensor, dim: int) -> Tensor:
@@ -70,15 +86,14 @@ def upcycle(
         parts = torch.stack(w.chunk(g, dim), dim=1)
         return torch.cat([parts] * copies, dim=1)
 
-    new |= {k: v for k, v in old.items() if k in new and k not in ("w_gate", "w_up", "w_down")}
+    new = {**fresh, **{k: v for k, v in old.items() if k in fresh}}
     new["w_gate"] = spread(old["w_gate"], 2)
     new["w_up"], new["w_down"] = spread(old["w_up"], 2) * up, spread(old["w_down"], 1) * up
-    first = new["router"][..., :copies]
+    first = fresh["router"][..., :copies]
     new["router"] = torch.stack([first] * g, dim=-1).flatten(-2)
     if sparse.shared_ff:
-        new["shared_down"] = torch.zeros_like(new["shared_down"])
-    rest = {k: v for k, v in params.items() if k != "layers"}
-    return tree.map(lambda x: x.to(sparse.dtype), {**rest, "layers": new})
+        new["shared_down"] = torch.zeros_like(fresh["shared_down"])
+    return new
 
 
 def _granularity(dense: llama.Config, sparse: moe.Config) -> int:
@@ -88,7 +103,10 @@ def _granularity(dense: llama.Config, sparse: moe.Config) -> int:
     g = dense.ff // max(sparse.expert_ff, 1)
     differ = sorted(n for n in shared if getattr(dense, n) != getattr(sparse, n))
     for bad, what in [
-        (sparse.dense, f"layers {list(sparse.dense)} of the mixture have no experts"),
+        (
+            bool(sparse.dense) and sparse.ff != dense.ff,
+            f"layers {list(sparse.dense)} keep their MLP: ff={sparse.ff} must be {dense.ff}",
+        ),
         (differ, f"the configs differ in {', '.join(differ)}"),
         (g * sparse.expert_ff != dense.ff, f"expert_ff={sparse.expert_ff} must divide ff={dense.ff}"),
         (

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
-from fmeg import optim, random, tree
-from fmeg.models import hf, llama, moe, presets, upcycle
+from fmeg import optim, tree
+from fmeg.models import hf, moe, presets
 from fmeg.models.runs import runs
 from tests.models import test_padding as padding
 from tests.models.test_padding_on_meshes import TP, on_mesh
@@ -101,7 +101,3 @@ def test_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=match):
             presets.get("tiny-moe", dense=dense, ff=ff)
-    dense = presets.get("tiny")
-    sparse = replace(upcycle.config(dense, 8, 2), dense=(0,), ff=dense.ff)
-    with pytest.raises(ValueError, match="have no experts"):
-        upcycle.upcycle(llama.init(random.key(0), dense), dense, sparse, random.key(1))

@@ -56,6 +56,43 @@ def test_other_routers(router):
     )
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [(0,), (0, 1), (4,), (0, 2, 4), (1, 3), (0, 2, 3), (0, 1, 2, 3)],
+    ids=lambda kept: "dense " + "".join(map(str, kept)),
+)
+@pytest.mark.parametrize("g", [1, 2])
+def test_layers_that_stay_dense(kept, g):
+    dense, params = _dense(layers=5, qk_norm=True)
+    router = ops.Router(2 * g, "sigmoid", renormalize=True, scale=1.5)
+    sparse = upcycle.config(dense, 4 * g, 2 * g, g, dense=kept, router=router, shared_ff=16)
+    got = upcycle.upcycle(params, dense, sparse, random.key(2))
+    tokens = torch.randint(257, (2, 11))
+    torch.testing.assert_close(
+        moe.apply(got, tokens, sparse), llama.apply(params, tokens, dense), rtol=1e-9, atol=1e-11
+    )
+    axes = moe.logical_axes(sparse)
+    assert tree.paths(axes) == tree.paths(got)
+    for path, a, p in zip(tree.paths(axes), tree.leaves(axes), tree.leaves(got), strict=True):
+        assert tuple(sparse.sizes[n] for n in a.split()) == p.shape, path
+
+
+def test_into_a_config_of_hugging_face():
+    """Qwen2-MoE's, where every second layer has experts, and one more has none."""
+    dense, params = _dense(layers=6, qkv_bias=True, head_dim=16)
+    like = upcycle.config(
+        dense, 8, 4, 2, dense=(0,), shared_ff=16, shared_gate=True, router=ops.Router(4, renormalize=True)
+    )
+    hf = {**moe.to_hf_config(like), "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    sparse = moe.from_hf_config(hf, max_seq=dense.max_seq, vocab_multiple=dense.vocab_multiple, dtype=F64)
+    assert sparse.dense == (0, 2, 3, 4)
+    got = upcycle.upcycle(params, dense, sparse, random.key(2))
+    tokens = torch.randint(257, (2, 11))
+    torch.testing.assert_close(
+        moe.apply(got, tokens, sparse), llama.apply(params, tokens, dense), rtol=1e-9, atol=1e-11
+    )
+
+
 def test_tokens_use_different_copies_and_every_part_of_one():
     dense, params = _dense()
     sparse = upcycle.config(dense, 16, 4, 2)
@@ -71,10 +108,11 @@ def test_tokens_use_different_copies_and_every_part_of_one():
     assert all(g.isfinite().all() for g in grads) and got["layers"]["w_gate"].shape == (2, 16, 64, 64)
 
 
-def test_dtype_and_on_a_mesh():
+@pytest.mark.parametrize("kept", [(), (0, 2)])
+def test_dtype_and_on_a_mesh(kept):
     """In a jitted function parameters arrive and leave sharded; the values are those of one device."""
-    dense, params = _dense()
-    sparse = replace(upcycle.config(dense, 8, 2, 2), dtype=torch.float32)
+    dense, params = _dense(layers=4)
+    sparse = replace(upcycle.config(dense, 8, 2, 2, dense=kept), dtype=torch.float32)
     want = upcycle.upcycle(params, dense, sparse, random.key(2))
     assert {p.dtype for p in tree.leaves(want)} == {torch.float32}
     jitted = fmeg.jit(
@@ -85,7 +123,8 @@ def test_dtype_and_on_a_mesh():
         out_axes=moe.logical_axes(sparse),
     )
     got = jitted(params, random.key(2))
-    assert got["layers"]["w_up"].spec == ((), ("dp",), (), ("tp",))
+    experts = got["layers"]["1"] if kept else got["layers"]
+    assert experts["w_up"].spec == ((), ("dp",), (), ("tp",))
     for path, a, b in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), strict=True):
         assert torch.equal(a.global_value(), b), path
 
@@ -97,6 +136,7 @@ def test_dtype_and_on_a_mesh():
         ({"expert_ff": 48}, "expert_ff=48 must divide ff=128"),
         ({"expert_ff": 256}, "must divide"),
         ({"expert_ff": 32}, "must be multiples of ff / expert_ff = 4"),
+        ({"dense": (1,), "ff": 64}, "layers \\[1\\] keep their MLP: ff=64 must be 128"),
         ({"router": ops.Router(2)}, "weights must sum to one"),
         ({"router": ops.Router(2, renormalize=True, groups=2, top_groups=1)}, "groups"),
         ({"router": ops.Router(2, renormalize=True, capacity_factor=1.0)}, "capacity"),
