@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fmeg.kernels._triton_math import four, rounded, sigmoid
+
 PLAIN, NORM, GATED, GATED_BWD = (tl.constexpr(i) for i in range(4))
 
 
@@ -18,6 +20,12 @@ PLAIN, NORM, GATED, GATED_BWD = (tl.constexpr(i) for i in range(4))
 def _bits(v):
     """|v| as integers in the same order; NaN is above all."""
     return v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger absolute value, or NaN."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -34,24 +42,25 @@ def _values(x, y, z, at, row, col, live, KIND: tl.constexpr, ROUND: tl.constexpr
     second = first
     if KIND == PLAIN:
         if ROUND:
-            first = first.to(tl.bfloat16).to(tl.float32)
+            first = rounded(first, tl.bfloat16)
         second = first
     elif KIND == NORM:
         v = first * tl.load(z + row)
         if y is not None:
             v = v * tl.load(y + col).to(tl.float32)
-        first = v.to(kind).to(tl.float32)
+        first = rounded(v, kind)
         second = first
     else:
         b = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
-        s = tl.sigmoid(first)
+        s = sigmoid(first)
         if KIND == GATED:
-            first = (first * s * b).to(kind).to(tl.float32)
+            first = rounded(first * s * b, kind)
             second = first
         else:
             c = tl.load(z + at, mask=live, other=0.0).to(tl.float32)
-            second = (c * first * s).to(kind).to(tl.float32)
-            first = (c * b * s * (1.0 + first * (1.0 - s))).to(kind).to(tl.float32)
+            held = first * s
+            second = rounded(c * held, kind)
+            first = rounded(c * b * (s + held - held * s), kind)
     return first, second
 
 
@@ -79,20 +88,24 @@ def amax(x, y, z, out, n, KIND: tl.constexpr, ROUND: tl.constexpr, EACH: tl.cons
 @triton.jit
 def norm_amax(x, w, inverse, out, rows, eps, width, EACH: tl.constexpr, BLOCK: tl.constexpr):
     """1/rms of each row, and the bits of the norm's largest absolute value; a program takes rows pid, pid + programs,
-    …"""
+    …, the next on its way while one is summed."""
     pid = tl.program_id(0)
+    programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
     top = tl.zeros([BLOCK], tl.int32)
+    weight = 1.0
+    if w is not None:
+        weight = tl.load(w + cols, mask=cols < width, other=0.0).to(tl.float32)
+    after = tl.load(x + pid.to(tl.int64) * width + cols, mask=(cols < width) & (pid < rows), other=0.0)
     for i in range(EACH):
-        row = pid + i * tl.num_programs(0)
-        live = (cols < width) & (row < rows)
-        h = tl.load(x + row.to(tl.int64) * width + cols, mask=live, other=0.0).to(tl.float32)
+        row = pid + i * programs
+        h = after.to(tl.float32)
+        later = row + programs
+        after = tl.load(x + later.to(tl.int64) * width + cols, mask=(cols < width) & (later < rows), other=0.0)
         r = tl.rsqrt(tl.sum(h * h, 0) / width + eps)
         tl.store(inverse + row, r, mask=row < rows)
-        v = h * r
-        if w is not None:
-            v = v * tl.load(w + cols, mask=cols < width, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.where(live, _bits(v.to(x.dtype.element_ty)), 0))
+        bits = _bits(rounded(h * r * weight, x.dtype.element_ty))
+        top = tl.maximum(top, tl.where(row < rows, bits, 0))
     _note(out, tl.max(top, 0))
 
 
@@ -106,42 +119,90 @@ def _scale(amax, at, FACTOR: tl.constexpr, TINY: tl.constexpr, POWER: tl.constex
 
 
 @triton.jit
-def _store(v, s, q, t, base, row, col, live, rows, columns, LARGEST: tl.constexpr):
-    v = v * tl.div_rn(1.0, s)
-    v = tl.minimum(
-        tl.maximum(v, -LARGEST, propagate_nan=tl.PropagateNan.ALL), LARGEST, propagate_nan=tl.PropagateNan.ALL
-    )
+def _row(x, y, z, base, quarter, j: tl.constexpr, col, rows, columns, KIND: tl.constexpr, ROUND: tl.constexpr):
+    """Row j of each four, as `_values` says."""
+    row = quarter * 4 + j
+    live = (row < rows) & (col < columns)
+    at = base + row.to(tl.int64) * columns + col
+    return _values(x, y, z, at, tl.minimum(row, rows - 1), tl.minimum(col, columns - 1), live, KIND, ROUND)
+
+
+@triton.jit
+def _store(v, q, t, base, quarter, j: tl.constexpr, col, rows, columns, WORDS: tl.constexpr):
+    """Row j of each four as it lies, and without WORDS of its transpose."""
+    row = quarter * 4 + j
+    live = (row < rows) & (col < columns)
     low = v.to(q.dtype.element_ty)
     tl.store(q + base + row.to(tl.int64) * columns + col, low, mask=live)
-    tl.store(t + base + tl.trans(col).to(tl.int64) * rows + tl.trans(row), tl.trans(low), mask=tl.trans(live))
+    if not WORDS:
+        tl.store(t + base + col.to(tl.int64) * rows + row, low, mask=live)
+
+
+@triton.jit
+def _four(
+    a, b, c, d, s, q, t, seen, base, quarter, col, rows, columns, quarters,
+    SEEN: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Four rows of each column, quantised, and their transpose. The conversion saturates and keeps NaN."""
+    if SEEN:
+        top = _bits(_larger(_larger(a, b), _larger(c, d)))
+        tl.store(seen, tl.max(tl.max(top, 1), 0))
+    inverse = tl.div_rn(1.0, s)
+    a *= inverse
+    b *= inverse
+    c *= inverse
+    d *= inverse
+    _store(a, q, t, base, quarter, 0, col, rows, columns, WORDS)
+    _store(b, q, t, base, quarter, 1, col, rows, columns, WORDS)
+    _store(c, q, t, base, quarter, 2, col, rows, columns, WORDS)
+    _store(d, q, t, base, quarter, 3, col, rows, columns, WORDS)
+    if WORDS:
+        live = (quarter < quarters) & (col < columns)
+        at = tl.trans(col).to(tl.int64) * quarters + tl.trans(quarter)
+        words = t.to(tl.pointer_type(tl.int32), bitcast=True) + base // 4
+        tl.store(words + at, tl.trans(four(a, b, c, d, q.dtype.element_ty)), mask=tl.trans(live))
 
 
 @triton.jit
 def pair(
-    x, y, z, amax1, amax2, q1, t1, s1, q2, t2, s2, seen, rows, columns,
-    KIND: tl.constexpr, ROUND: tl.constexpr, FACTOR: tl.constexpr, LARGEST: tl.constexpr, TINY: tl.constexpr,
-    POWER: tl.constexpr, SEEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, y, z, amax1, amax2, q1, t1, s1, q2, t2, s2, seen, rows, columns, quarters,
+    KIND: tl.constexpr, ROUND: tl.constexpr, FACTOR: tl.constexpr, TINY: tl.constexpr,
+    POWER: tl.constexpr, SEEN: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of "rows columns", quantised, and its transpose; program (tile, layer). seen[value + layer, tile]: the
-    bits of the tile's largest absolute value."""
+    bits of the tile's largest absolute value.
+
+    A thread holds four rows of a column, so that the transpose moves between threads in words (WORDS: rows = 4
+    quarters), not bytes.
+    """
     layer = tl.program_id(1)
     base = layer.to(tl.int64) * rows * columns
     across = tl.cdiv(columns, COLUMNS)
-    row = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS))[:, None]
+    quarter = (tl.program_id(0) // across * (ROWS // 4) + tl.arange(0, ROWS // 4))[:, None]
     col = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    live = (row < rows) & (col < columns)
-    at = base + row.to(tl.int64) * columns + col
-    a, b = _values(x, y, z, at, tl.minimum(row, rows - 1), tl.minimum(col, columns - 1), live, KIND, ROUND)
+    a, e = _row(x, y, z, base, quarter, 0, col, rows, columns, KIND, ROUND)
+    b, f = _row(x, y, z, base, quarter, 1, col, rows, columns, KIND, ROUND)
+    c, g = _row(x, y, z, base, quarter, 2, col, rows, columns, KIND, ROUND)
+    d, h = _row(x, y, z, base, quarter, 3, col, rows, columns, KIND, ROUND)
+    first = tl.program_id(0) == 0
+    here = seen
     if SEEN:
         here = seen + layer * tl.num_programs(0) + tl.program_id(0)
-        tl.store(here, tl.max(tl.max(_bits(a), 1), 0))
-        if KIND == GATED_BWD:
-            tl.store(here + tl.num_programs(0), tl.max(tl.max(_bits(b), 1), 0))
-    first = tl.program_id(0) == 0
     s = _scale(amax1, layer, FACTOR, TINY, POWER)
-    _store(a, s, q1, t1, base, row, col, live, rows, columns, LARGEST)
     tl.store(s1 + layer, s, mask=first)
+    _four(a, b, c, d, s, q1, t1, here, base, quarter, col, rows, columns, quarters, SEEN, WORDS)
     if KIND == GATED_BWD:
+        if SEEN:
+            here += tl.num_programs(0)
         s = _scale(amax2, layer, FACTOR, TINY, POWER)
-        _store(b, s, q2, t2, base, row, col, live, rows, columns, LARGEST)
         tl.store(s2 + layer, s, mask=first)
+        _four(e, f, g, h, s, q2, t2, here, base, quarter, col, rows, columns, quarters, SEEN, WORDS)
+
+
+@triton.jit
+def most(tops, out, n, BLOCK: tl.constexpr):
+    """out[i]: the largest of tops[i, :n]; program (part, i). `out` begins at 0 or below."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1)
+    top = tl.load(tops + i.to(tl.int64) * n + at, mask=at < n, other=0)
+    tl.atomic_max(out + i, tl.max(top, 0), sem="relaxed")

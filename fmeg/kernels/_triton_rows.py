@@ -6,12 +6,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fmeg.kernels._triton_math import exp2
+
 
 @triton.jit
-def _seen(x, top, total):
-    """Running maximum and Σ 2^(x - maximum) of every lane, with x in bits (times log2 e)."""
-    new = tl.maximum(top, x)
-    return new, total * tl.exp2(top - new) + tl.exp2(x - new)
+def _seen(base, start, cols, BLOCK: tl.constexpr, vocab, MASKED: tl.constexpr, SMOOTH: tl.constexpr, top, total, plain):
+    """Running maximum, Σ 2^(x - maximum) and Σ x of every lane over four more blocks, with x in bits (times log2 e)."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    a = _logits(base, start + cols, vocab, MASKED)
+    b = _logits(base, start + BLOCK + cols, vocab, MASKED)
+    c = _logits(base, start + 2 * BLOCK + cols, vocab, MASKED)
+    d = _logits(base, start + 3 * BLOCK + cols, vocab, MASKED)
+    if SMOOTH:
+        plain += _counted(a, start + cols, vocab) + _counted(b, start + BLOCK + cols, vocab)
+        plain += _counted(c, start + 2 * BLOCK + cols, vocab) + _counted(d, start + 3 * BLOCK + cols, vocab)
+    a *= LOG2E
+    b *= LOG2E
+    c *= LOG2E
+    d *= LOG2E
+    new = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+    total = total * exp2(top - new) + (exp2(a - new) + exp2(b - new) + (exp2(c - new) + exp2(d - new)))
+    return new, total, plain
+
+
+@triton.jit
+def _logits(base, at, vocab, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(base + at, mask=at < vocab, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    return tl.load(base + at, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def _counted(x, at, vocab):
+    return tl.where(at < vocab, x, 0.0)
 
 
 @triton.jit
@@ -29,23 +56,16 @@ def cross_entropy(
     target = tl.load(targets + row)
     picked = tl.load(base + target).to(tl.float32)
     cols = tl.arange(0, BLOCK)
-    FULL: tl.constexpr = vocab // BLOCK * BLOCK
+    FULL: tl.constexpr = vocab // (4 * BLOCK) * (4 * BLOCK)
     top = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     plain = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, FULL, BLOCK):
-        x = tl.load(base + start + cols, eviction_policy="evict_last").to(tl.float32)
-        if SMOOTH:
-            plain += x
-        top, total = _seen(x * LOG2E, top, total)
+    for start in range(0, FULL, 4 * BLOCK):
+        top, total, plain = _seen(base, start, cols, BLOCK, vocab, False, SMOOTH, top, total, plain)
     if FULL < vocab:
-        mask = FULL + cols < vocab
-        x = tl.load(base + FULL + cols, mask=mask, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
-        if SMOOTH:
-            plain += tl.where(mask, x, 0.0)
-        top, total = _seen(x * LOG2E, top, total)
+        top, total, plain = _seen(base, FULL, cols, BLOCK, vocab, True, SMOOTH, top, total, plain)
     most = tl.max(top, 0)
-    bits = most + tl.log2(tl.sum(total * tl.exp2(top - most), 0))
+    bits = most + tl.log2(tl.sum(total * exp2(top - most), 0))
     lse = bits / LOG2E
     value = (1.0 - smoothing) * (lse - picked) + z_loss * lse * lse
     if SMOOTH:
@@ -54,18 +74,19 @@ def cross_entropy(
     c = tl.load(ct + row)
     scale = c * (1.0 + 2.0 * z_loss * lse)
     low = c * smoothing / vocab
-    for start in range(0, FULL, BLOCK):
+    WHOLE: tl.constexpr = vocab // BLOCK * BLOCK
+    for start in range(0, WHOLE, BLOCK):
         at = base + start + cols
         x = tl.load(at, eviction_policy="evict_first").to(tl.float32)
-        tl.store(at, (scale * tl.exp2(x * LOG2E - bits) - low).to(logits.dtype.element_ty))
-    for start in range(FULL, width, BLOCK):
+        tl.store(at, (scale * exp2(x * LOG2E - bits) - low).to(logits.dtype.element_ty))
+    for start in range(WHOLE, width, BLOCK):
         at = base + start + cols
         here = start + cols < vocab
         x = tl.load(at, mask=here, other=-float("inf")).to(tl.float32)
-        d = tl.where(here, scale * tl.exp2(x * LOG2E - bits) - low, 0.0)
+        d = tl.where(here, scale * exp2(x * LOG2E - bits) - low, 0.0)
         tl.store(at, d.to(logits.dtype.element_ty), mask=start + cols < width)
     tl.debug_barrier()
-    hit = scale * tl.exp2(picked * LOG2E - bits) - low - c * (1.0 - smoothing)
+    hit = scale * exp2(picked * LOG2E - bits) - low - c * (1.0 - smoothing)
     tl.store(base + target, hit.to(logits.dtype.element_ty))
 
 

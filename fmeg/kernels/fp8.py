@@ -21,7 +21,7 @@ from fmeg.kernels.rows import _power, _processors
 
 KINDS = ("plain", "rms_norm", "swiglu", "swiglu_bwd")
 WIDEST = 16384
-TILES = {"swiglu": (32, 64), "swiglu_bwd": (32, 64)}  # rows and columns; others 64 x 64: see benchmarks/RESULTS.md
+TILE, WARPS = 64, {"swiglu": 8, "swiglu_bwd": 8}  # others 4: see benchmarks/RESULTS.md
 
 
 def _programs() -> Any:
@@ -77,7 +77,7 @@ def norm_amax(x: Tensor, w: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     block = _power(width)
     _programs().norm_amax[(programs,)](
         x, w, inverse, out, rows, eps, width, EACH=-(-rows // programs), BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(16, block // 1024)),
     )  # fmt: skip
     return out.view(torch.float32), inverse
 
@@ -99,17 +99,18 @@ def pair(
     results = _empty(x, kind, layers, rows, dtype, seen)
     columns = x.numel() // layers // rows
     made = results[:3] if _values(kind) == 1 else results[:6]
-    high, wide = TILES.get(kind, (64, 64))
-    tiles = -(-rows // high) * -(-columns // wide)
+    tiles = -(-rows // TILE) * -(-columns // TILE)
     tops = torch.empty(_values(kind) * layers, tiles, dtype=torch.int32, device=x.device) if seen else None
     _programs().pair[(tiles, layers)](
         x, y, z, amax1, amax2, *made, *[None] * (6 - len(made)),
-        tops, rows, columns,
-        KIND=KINDS.index(kind), ROUND=rounded, FACTOR=1.0 / largest, LARGEST=largest, TINY=tiny, POWER=power,
-        SEEN=seen, ROWS=high, COLUMNS=wide, num_warps=4,
+        tops, rows, columns, rows // 4,
+        KIND=KINDS.index(kind), ROUND=rounded, FACTOR=1.0 / largest, TINY=tiny, POWER=power,
+        SEEN=seen, WORDS=rows % 4 == 0, ROWS=TILE, COLUMNS=TILE,
+        num_warps=WARPS.get(kind, 4),
     )  # fmt: skip
     if tops is not None:
-        torch.amax(tops, 1, out=results[-1].view(torch.int32))
+        results[-1].zero_()
+        _programs().most[(-(-tiles // 2048), len(tops))](tops, results[-1].view(torch.int32), tiles, BLOCK=2048)
     return results
 
 

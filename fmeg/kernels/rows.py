@@ -53,10 +53,10 @@ def cross_entropy_into(
     """
     width = logits.shape[-1]
     loss = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    block = min(4096, _power(width))
+    block = max(128, min(8192, _power(width) // 4))
     _programs().cross_entropy[(targets.numel(),)](
         logits, targets.contiguous(), ct.contiguous(), loss, z_loss, label_smoothing, width, vocab, BLOCK=block,
-        SMOOTH=label_smoothing != 0.0, num_warps=max(1, min(8, block // 512)),
+        SMOOTH=label_smoothing != 0.0, num_warps=max(1, block // 256),
     )  # fmt: skip
     return loss
 
@@ -82,14 +82,15 @@ def rms_norm_backward(
     x, ct = x.contiguous(), ct.contiguous()
     w, ct2, ct3, residual = (v.contiguous() if v is not None else None for v in (w, ct2, ct3, residual))
     rows = x.numel() // width
-    programs = min(rows, 8 * _processors(x.device))
+    block = _power(width)
+    warps = max(1, min(16, block // 512))
+    programs = min(rows, 16 // warps * _processors(x.device))
     dx = torch.empty_like(x)
     parts = torch.empty((programs, width) if w is not None else (0,), dtype=torch.float32, device=x.device)
-    block = _power(width)
     _programs().rms_norm_backward[(programs,)](
         x, w, ct, ct2, ct3, residual, dx, parts, rows, eps, width,
         EACH=-(-rows // programs), BLOCK=block, WEIGHTED=w is not None, ADDED=residual is not None,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=warps,
     )  # fmt: skip
     return dx, parts.sum(0).to(w.dtype) if w is not None else parts
 
