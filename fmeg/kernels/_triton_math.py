@@ -28,7 +28,7 @@ def sigmoid(x):
 def rounded(x, kind: tl.constexpr):
     """float32 rounded to what `kind` holds; bf16 two at a time."""
     if kind == tl.bfloat16:
-        return tl.inline_asm_elementwise(
+        near = tl.inline_asm_elementwise(
             """{
             .reg .b32 both, low, high;
             cvt.rn.bf16x2.f32 both, $3, $2;
@@ -39,7 +39,9 @@ def rounded(x, kind: tl.constexpr):
             }""",
             "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
-    return x.to(kind).to(tl.float32)
+    else:
+        near = x.to(kind).to(tl.float32)
+    return near
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def four(a, b, c, d, kind: tl.constexpr):
     From the numbers, not from bytes that were converted before: ptxas 12.8 loses some of those.
     """
     if kind == tl.float8e5:
-        return tl.inline_asm_elementwise(
+        word = tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
             cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
@@ -58,13 +60,15 @@ def four(a, b, c, d, kind: tl.constexpr):
             }""",
             "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    tl.static_assert(kind == tl.float8e4nv)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }""",
-        "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    else:
+        tl.static_assert(kind == tl.float8e4nv)
+        word = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return word
