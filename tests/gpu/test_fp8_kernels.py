@@ -56,9 +56,10 @@ def test_a_tensor(shape, format, seen):
     assert (got[0].float() != q.float()).float().mean() < 1e-3  # the same arithmetic, but for a reciprocal's last bit
 
 
+@pytest.mark.parametrize("rows", [72, 35, 1])
 @pytest.mark.parametrize("seen", [False, True])
-def test_a_stack_of_float32_parameters(seen):
-    x = normal(3, 72, 4, 40, dtype=torch.float32)
+def test_a_stack_of_float32_parameters(seen, rows):
+    x = normal(3, rows, 4, 40, dtype=torch.float32)
     half = x.bfloat16()
     top = amax_p(half, (1, 0, 0, 0))
     found = largest_p.run()("plain", (x,), 1, 0.0, torch.bfloat16)
