@@ -24,7 +24,7 @@ from fmeg.ops.einsum import einsum
 from fmeg.ops.embedding import embedding
 from fmeg.ops.layer_norm import layer_norm
 from fmeg.ops.rms_norm import rms_norm
-from fmeg.program import recorder
+from fmeg.program import autocast, recorder
 from fmeg.program.errors import TraceError
 from fmeg.program.lines import user_line
 
@@ -42,6 +42,8 @@ class Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if (rec := recorder.active()) is not None:
+            autocast.refuse_cuda(rec.name)
         mapped = _MAPPED.get(func)
         if mapped is not None and _acts(args, kwargs):
             out = mapped(*args, **kwargs)
@@ -53,7 +55,7 @@ class Intercept(TorchFunctionMode):
 def _acts(args: tuple, kwargs: dict) -> bool:
     if recorder.active() is None or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # which casts operations, not primitives
+    if any(autocast.states()):  # which casts operations, not primitives
         return False
     if not torch.is_grad_enabled():
         return True

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fmeg.program.autocast import off
 from fmeg.program.errors import TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
 from fmeg.program.literal import constant
@@ -69,6 +70,7 @@ def active_values(program: Program, wrt: Sequence[int]) -> set[int]:
     return on
 
 
+@off()
 def differentiate(
     program: Program,
     wrt: Sequence[int],

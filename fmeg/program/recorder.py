@@ -20,12 +20,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fmeg.program import autocast
 from fmeg.program.errors import TraceError
 from fmeg.program.ir import Node, Program, TensorType, Value, values_in
 from fmeg.program.lines import custom_function, user_line, variable_name
 from fmeg.program.literal import Literal, constant
 from fmeg.program.passes import dce
-from fmeg.program.refused import refuse, refuse_autocast
+from fmeg.program.refused import refuse
 from fmeg.program.views import Entry, fresh, is_view
 from fmeg.program.writes import write
 
@@ -209,7 +210,7 @@ class Recorder(TorchDispatchMode):
 
     def record(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Record a primitive: shapes from its `fake` or its reference on fake tensors."""
-        refuse_autocast(self.name, op.name)
+        autocast.refuse_primitive(self.name, op.name)
         vargs, vkwargs = self.to_values(args), self.to_values(kwargs)
         with self.pause():
             out = (op.fake or op.reference)(*args, **kwargs)

@@ -1,5 +1,5 @@
 """What no program can hold: operations by which Python asks for a tensor's value, hidden randomness, shapes that depend
-on data; casts that depend on who calls."""
+on data."""
 
 from __future__ import annotations
 
@@ -31,17 +31,6 @@ def refuse(name: str, func: Any, args: tuple, kwargs: dict) -> None:
             f"{name}: the result shape of {func} depends on data, at {user_line()}; use a masked form (torch.where) "
             "instead"
         )
-
-
-def refuse_autocast(where: str, name: str) -> None:
-    """Raise TraceError if a primitive is to be recorded under `torch.autocast`: it runs later, where that is off."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            raise TraceError(
-                f"{where}: {name} under torch.autocast({device!r}); it computes in the dtypes of what it is given, "
-                "whoever calls it, and autocast casts torch's own operations alone. Cast before it, as the models' "
-                "compute_dtype does, or give value_and_grad a precision="
-            )
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -17,6 +17,7 @@ from fmeg.pipeline.travel import carry_along
 from fmeg.precision import Recipe, lower_precision, mark
 from fmeg.precision.delayed import by_microbatch, history_of, pushed
 from fmeg.program import recorder
+from fmeg.program.autocast import off
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.gradient import active_values, differentiate
 from fmeg.program.ir import Program, TensorType, Value
@@ -191,9 +192,10 @@ def _eager(loss_fn: LossFn, steps: int, params: Any, batch: Any, rest: tuple, co
         reached = [(s, c) for s, c in zip(r.sums, inverse, strict=True) if s.requires_grad]
         got: Sequence[torch.Tensor | None] = [None] * len(floats)
         if reached:
-            got = torch.autograd.grad(
-                [s for s, _ in reached], [active[i] for i in floats], [c for _, c in reached], allow_unused=True
-            )
+            with off():  # the casts of the forward pass have gradients of their own
+                got = torch.autograd.grad(
+                    [s for s, _ in reached], [active[i] for i in floats], [c for _, c in reached], allow_unused=True
+                )
         grads = [g if s is None else s if g is None else s + g for s, g in zip(grads, got, strict=True)]
         now = [s.detach() for s in r.sums]
         sums = now if sums is None else [a + b for a, b in zip(sums, now, strict=True)]
@@ -242,7 +244,8 @@ def _count_first(
                 got = _counts(_parse(loss_fn(params, p, *rest), _name(loss_fn)), _name(loss_fn))
         else:
             run = Executable(counters[key], Mesh(backend="loop").backend())
-            got = run([x for x in tree.leaves((params, p, rest)) if isinstance(x, torch.Tensor)])
+            with off():
+                got = run([x for x in tree.leaves((params, p, rest)) if isinstance(x, torch.Tensor)])
         totals = got if totals is None else [a + b for a, b in zip(totals, got, strict=True)]
     assert totals is not None
     return [torch.as_tensor(t) for t in totals]

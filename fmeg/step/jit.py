@@ -13,7 +13,7 @@ import torch
 from fmeg import tree
 from fmeg.lower import check_lowering
 from fmeg.mesh import Mesh
-from fmeg.program import recorder
+from fmeg.program import autocast, recorder
 from fmeg.program.errors import ShardingError, TraceError
 from fmeg.program.ir import Program, Value
 from fmeg.program.structured import Accumulate, Gradient
@@ -79,9 +79,7 @@ class Jitted:
         leaves, treedef = tree.flatten(args)
         types = [type_of(x) for x in leaves]
         static = [None if t is not None else (type(x), _exact(x)) for t, x in zip(types, leaves, strict=True)]
-        device = self.mesh.backend().device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (treedef, tuple(types), tuple(static), autocast)
+        key = (treedef, tuple(types), tuple(static), autocast.states())
         try:
             compiled = self._cache.get(key)
         except TypeError:
@@ -99,7 +97,8 @@ class Jitted:
         if key[0] != last[0]:
             return f"the arguments have the structure {key[0]}, had {last[0]}"
         if key[3] != last[3]:
-            return f"autocast is {key[3] or 'off'}, was {last[3] or 'off'}"
+            cast, had = (next(filter(None, k[3]), "off") for k in (key, last))
+            return f"autocast is {cast}, was {had}"
         now, before = (zip(*k[1:3], strict=True) for k in (key, last))
         for path, (t, s), (old, old_s) in zip(argument_paths(self.fn, args), now, before, strict=True):
             if (t, s) != (old, old_s):

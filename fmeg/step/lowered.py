@@ -13,6 +13,7 @@ from fmeg import tree
 from fmeg.lower import check_lowering, lower, vendor_kernels
 from fmeg.mesh import Mesh
 from fmeg.pipeline.op import Storage, start_early
+from fmeg.program import autocast
 from fmeg.program.cost import Cost, cost
 from fmeg.program.ir import Program
 from fmeg.program.structured import walk
@@ -50,6 +51,7 @@ class Lowered:
             return None
         return self.stages.orders[stack]
 
+    @autocast.off()
     def compile(self, mode: Mode = "eager", lowering: str | None = None) -> Compiled:
         """Ready to run on the mesh's backend. `mode` and `lowering` as in `jit`."""
         check_mode("compile", mode)
@@ -145,7 +147,7 @@ class Compiled:
             if not (alone and values[i].is_contiguous()):  # kernels write contiguous memory
                 values[i] = values[i].clone(memory_format=torch.contiguous_format)
         shared = _storages(v for v, given in zip(values, low.donated, strict=False) if not given)
-        with torch.no_grad(), torch.autocast(low.mesh.backend().device.type, enabled=False):  # its casts are recorded
+        with torch.no_grad(), autocast.off():  # its casts are recorded
             outs = (self.graph or self.executable.run)(values)
         often = Counter(s for got in outs for s in _storages([got]))
         results = []

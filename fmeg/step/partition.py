@@ -8,6 +8,7 @@ from typing import Any
 
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
+from fmeg.program.autocast import off
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, SplitRows
 from fmeg.program.trace import Traced
@@ -20,6 +21,7 @@ from fmeg.step.lowered import Lowered
 from fmeg.step.stacks import met, stored_stacks
 
 
+@off()
 def partition(
     name: str,
     traced: Traced,
