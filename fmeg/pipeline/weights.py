@@ -33,7 +33,8 @@ from fmeg.sharding.local import LocalScanBackward
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-_HEAVY = {"einsum", "scaled_einsum", "grouped_matmul", "grouped_matmul_dw", "embedding_bwd", "scan_weights"}
+_HEAVY = {"einsum", "grouped_matmul", "grouped_matmul_dw", "embedding_bwd", "scan_weights"}
+_HEAVY |= {"scaled_einsum", "scaled_grouped", "scaled_grouped_dw"}
 
 PART = 0.7  # of all that a backward pass uses of its forward pass may be held between I and W
 

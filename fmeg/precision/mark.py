@@ -1,8 +1,9 @@
 """Before differentiation: which products run in low precision, and in which layers.
 
 The Program is copied; a product of two operands of which one is a parameter (through casts, views and annotations, into
-scan bodies) that the recipe matches is tagged with its `Use`, which its gradients inherit. A scan over layers becomes
-up to three: the first layers and the last ones with the body as it was, those between with the tagged one.
+scan bodies) that the recipe matches, or of rows sorted by expert with such parameters, is tagged with its `Use`, which
+its gradients inherit. A scan over layers becomes up to three: the first layers and the last ones with the body as it
+was, those between with the tagged one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import count
 import torch
 
 from fmeg.ops.einsum import einsum_p
+from fmeg.ops.grouped import grouped_matmul_p
 from fmeg.ops.shard import name_p, shard_p
 from fmeg.precision.delayed import ROLES, tap_p
 from fmeg.precision.layers import JOIN_LAYERS, SPLIT_LAYERS
@@ -111,7 +113,11 @@ class _Marker:
                 outs = list(node.outs)
                 if n.op in _SAME and id(args[0]) in origin:
                     origin[id(outs[0])] = origin[id(args[0])]
-                elif n.op is einsum_p and self._product(node, origin, marking) and self.recipe.delayed:
+                elif (
+                    n.op in (einsum_p, grouped_matmul_p)
+                    and self._product(node, origin, marking)
+                    and self.recipe.delayed
+                ):
                     outs = self._tapped(node, nodes, sites)
             env.update({id(old): new for old, new in zip(n.outs, outs, strict=True)})
         results = tuple(map_values(lambda v: env[id(v)], list(program.outputs)))
@@ -120,7 +126,11 @@ class _Marker:
     def _product(self, node: Node, origin: dict[int, str], marking: bool) -> bool:
         operands = node.operands()
         found = [i for i, v in enumerate(operands) if id(v) in origin]
-        if len(operands) != 2 or len(found) != 1 or as_matmul(node.args[0]) is None:
+        if node.op is grouped_matmul_p:
+            fits = found == [1]
+        else:
+            fits = len(operands) == 2 and len(found) == 1 and as_matmul(node.args[0]) is not None
+        if not fits:
             return False
         path = origin[id(operands[found[0]])]
         self.seen.add(path)

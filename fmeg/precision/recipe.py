@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from fmeg.precision.formats import Format, Grid
+from fmeg.precision.ragged import EXPERT
 from fmeg.precision.scaled import Matmul
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
@@ -76,6 +77,20 @@ class Recipe:
             if parameter and self.square:
                 grid |= blocks(rows, sizes, self.block)
         return tuple(grid[n] for n in names)
+
+    def rows_grid(self, columns: int, contracted: bool) -> Grid:
+        """The same of rows sorted by expert (see `fmeg.precision.ragged`); `contracted`: rows are, else columns.
+
+        >>> fp8("blockwise").rows_grid(512, False), fp8("blockwise").rows_grid(512, True), fp8().rows_grid(512, True)
+        ((1, 128), (128, 1), (-1, 0))
+        """
+        if self.delayed:
+            return (0, 0)
+        if self.name == "tensorwise":
+            return (EXPERT, 0)
+        if self.name == "rowwise":
+            return (EXPERT, 1) if contracted else (1, 0)
+        return (self.block, 1) if contracted else (1, blocks(("columns",), {"columns": columns}, self.block)["columns"])
 
 
 def blocks(names: Sequence[str], sizes: Mapping[str, int], block: int) -> dict[str, int]:

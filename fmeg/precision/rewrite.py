@@ -14,14 +14,19 @@ from dataclasses import dataclass, field
 import torch
 
 from fmeg.ops.einsum import einsum_p, parse_equation
+from fmeg.ops.grouped import grouped_matmul_dw_p, grouped_matmul_p
 from fmeg.ops.shard import shard_p
 from fmeg.precision.delayed import ROLES, collect_p, known_p, seen_p, tap_p
 from fmeg.precision.formats import Format, Grid, amax_p, quantize_p
+from fmeg.precision.grouped import scaled_grouped_dw_p, scaled_grouped_p
 from fmeg.precision.mark import TAG, Use
+from fmeg.precision.ragged import groups, rows_amax_p, rows_quantize_p
 from fmeg.precision.scaled import as_matmul, scaled_einsum_p
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.primitive import Primitive
 from fmeg.program.structured import ScanForward
+
+PRODUCTS = (einsum_p, grouped_matmul_p, grouped_matmul_dw_p)
 
 
 def lower_precision(joint: Program) -> Program:
@@ -29,7 +34,7 @@ def lower_precision(joint: Program) -> Program:
     for n in joint.nodes:
         if isinstance(n.op, ScanForward):
             n.op.pair.joint = lower_precision(n.op.pair.joint)
-    if not any(n.op is einsum_p and TAG in n.tags for n in joint.nodes):
+    if not any(_is_tagged(n) for n in joint.nodes):
         return joint
     out = _Rewriter(joint).run()
     out.check()
@@ -52,12 +57,12 @@ class _Rewriter:
 
     def run(self) -> Program:
         nodes = self.joint.nodes
-        self.start = next(n for n in nodes if n.op is einsum_p and TAG in n.tags)
+        self.start = next(n for n in nodes if _is_tagged(n))
         self.early = {id(n) for n in nodes[: nodes.index(self.start)]}
         self.known = {n.args[2]: n.args[1] for n in nodes if n.op is tap_p}
         for n in nodes:
-            if n.op is einsum_p and TAG in n.tags:
-                self._product(n, n.tags[TAG])
+            if _is_tagged(n):
+                (self._product if n.op is einsum_p else self._grouped)(n, n.tags[TAG])
         collected = {id(n) for n in nodes if n.op is seen_p and self._collect(n)}
         out = self._with(self.first)
         for n in nodes:
@@ -74,7 +79,7 @@ class _Rewriter:
         equation, a, b = node.args
         mm = as_matmul(equation)
         backward = node.phase == "B"
-        cotangent = next((i for i, v in enumerate((a, b)) if _is_backward(v)), None) if backward else None
+        cotangent = _cotangent(node, a, b)
         if mm is None or (backward and cotangent is None):
             return
         if backward and cotangent == use.parameter and not use.recipe.weight_gradient:
@@ -87,53 +92,96 @@ class _Rewriter:
             of_gradient = i == cotangent
             parameter = i == use.parameter and not of_gradient
             grids.append(use.recipe.grid(names, sizes, mm, parameter))
-            format = use.recipe.gradient if of_gradient else use.recipe.forward
-            early = parameter and not backward and (v.node is None or id(v.node) in self.early)
-            near = self.start if early and self.start is not None else node
-            if use.recipe.delayed:
-                role = 2 if of_gradient else int(i == use.parameter)
-                args += self._delayed(v, role, format, node, use.site)
-            else:
-                args += self._quantized(v, grids[-1], format, node, near)
+            args += self._operand(v, i, grids[-1], node, use, cotangent)
         node.op = scaled_einsum_p
         node.args, node.kwargs = (equation, *args, tuple(grids), node.outs[0].dtype, not backward), {}
 
-    def _quantized(self, v: Value, grid: Grid, format: Format, user: Node, at: Node) -> tuple[Value, ...]:
+    def _grouped(self, node: Node, use: Use) -> None:
+        """A product of rows sorted by expert with the experts' matrices, or, for the gradient of these, with others."""
+        a, b, ends = node.args
+        recipe, of_parameter = use.recipe, node.op is grouped_matmul_dw_p
+        backward = node.phase == "B"
+        cotangent = _cotangent(node, a, b)
+        if (backward and cotangent is None) or (of_parameter and not recipe.weight_gradient):
+            return
+        grids = [recipe.rows_grid(v.shape[1], of_parameter) for v in ((a, b) if of_parameter else (a,))]
+        transposed = node.kwargs.get("transposed", False)
+        if not of_parameter:
+            mm = as_matmul(f"e r {'f' if transposed else 'd'}, e d f -> e r {'d' if transposed else 'f'}")
+            assert mm is not None
+            sizes = dict(zip("edf", b.shape, strict=True))
+            grids.append(recipe.grid(("e", "d", "f"), sizes, mm, True))
+        args: list[Value] = []
+        for i, v in enumerate((a, b)):
+            args += self._operand(v, i, grids[i], node, use, cotangent, None if i == 1 and not of_parameter else ends)
+        node.op = scaled_grouped_dw_p if of_parameter else scaled_grouped_p
+        dtype = node.outs[0].dtype
+        how = (dtype,) if of_parameter else (transposed, dtype, not backward)
+        node.args, node.kwargs = (*args, ends, tuple(grids), *how), {}
+
+    def _operand(
+        self, v: Value, i: int, grid: Grid, node: Node, use: Use, cotangent: int | None, ends: Value | None = None
+    ) -> tuple[Value, ...]:
+        """q and scale of a product's operand; `ends`: of rows sorted by expert."""
+        of_gradient = i == cotangent
+        parameter = i == use.parameter and not of_gradient and ends is None
+        format = use.recipe.gradient if of_gradient else use.recipe.forward
+        if use.recipe.delayed:
+            return self._delayed(v, 2 if of_gradient else int(parameter), format, node, use.site, ends)
+        early = parameter and node.phase != "B" and (v.node is None or id(v.node) in self.early)
+        near = self.start if early and self.start is not None else node
+        return self._quantized(v, grid, format, node, near, ends)
+
+    def _quantized(
+        self, v: Value, grid: Grid, format: Format, user: Node, at: Node, ends: Value | None
+    ) -> tuple[Value, ...]:
         """q and scale of a value, made right before the node `at`, or, if that is far away, right after `amax`.
 
         A layer's parameters are made at its first product, so that on a mesh they are gathered together."""
-        key = (id(v), grid, format)
+        key = (id(v), grid, format, id(ends))
         if key in self.made:
             return self.made[key]
-        moved = _moved(v, grid)
+        moved = _moved(v, grid) if ends is None else None
         if moved is not None:
-            q, s = self._quantized(moved.args[0], grid, format, user, at)
+            q, s = self._quantized(moved.args[0], grid, format, user, at, None)
             near = self._place(q, at)
             spec = moved.args[1]
             of_scale = tuple(e if g == 1 else None for e, g in zip(spec, grid, strict=True))
             placed = [self._emit(shard_p, (x, e), (x.type,), v, user, near)[0] for x, e in ((q, spec), (s, of_scale))]
             self.made[key] = tuple(placed)
             return self.made[key]
-        amax = self._amax(v, grid, user)
-        top = self._amax(amax, (0,) * v.ndim, user) if format.scale == "nested" else None
-        types = (TensorType(v.shape, format.dtype), TensorType(amax.shape, torch.float32))
-        near = self._place(amax if top is None else top, at)
-        self.made[key] = self._emit(quantize_p, (v, amax, top, grid, format), types, v, user, near)
+        nested, top = format.scale == "nested", None
+        if nested and ends is not None:
+            top = self._amax(v, (0, 0), user, ends)
+        last = amax = self._amax(v, grid, user, ends)
+        if nested and ends is None:
+            last = top = self._amax(amax, (0,) * v.ndim, user, None)
+        near = self._place(last, at)
+        self.made[key] = self._quantize(v, amax, top, grid, format, user, near, ends)
         return self.made[key]
 
-    def _delayed(self, v: Value, role: int, format: Format, user: Node, site: str) -> tuple[Value, ...]:
+    def _quantize(
+        self, v: Value, amax: Value, top: Value | None, grid: Grid, format: Format, user: Node, near: list[Node],
+        ends: Value | None,
+    ) -> tuple[Value, ...]:  # fmt: skip
+        types = (TensorType(v.shape, format.dtype), TensorType(amax.shape, torch.float32))
+        args = (v, amax, top, grid, format) if ends is None else (v, amax, top, ends, grid, format)
+        return self._emit(quantize_p if ends is None else rows_quantize_p, args, types, v, user, near)
+
+    def _delayed(
+        self, v: Value, role: int, format: Format, user: Node, site: str, ends: Value | None
+    ) -> tuple[Value, ...]:
         """q and scale by the largest value known for a role; the one of now is noted.
 
         What several products read is quantised once, by what the first of them knows: they all saw the same."""
         grid = (0,) * v.ndim
-        self.seen.setdefault(site, {})[role] = self._amax(v, grid, user)
+        self.seen.setdefault(site, {})[role] = self._amax(v, grid, user, ends)
         key = (id(v), grid, role)
         if key not in self.made:
             one = TensorType((1,) * v.ndim, torch.float32)
             near = self.first if v.node is None else self.after.setdefault(id(v.node), [])
             known = self._emit(known_p, (self.known[site], role, v.ndim), (one,), v, user, near)[0]
-            types = (TensorType(v.shape, format.dtype), one)
-            self.made[key] = self._emit(quantize_p, (v, known, None, grid, format), types, v, user, near)
+            self.made[key] = self._quantize(v, known, None, grid, format, user, near, ends)
         return self.made[key]
 
     def _collect(self, node: Node) -> bool:
@@ -153,12 +201,15 @@ class _Rewriter:
         where.append(made)
         return True
 
-    def _amax(self, v: Value, grid: Grid, user: Node) -> Value:
-        key = (id(v), grid)
+    def _amax(self, v: Value, grid: Grid, user: Node, ends: Value | None) -> Value:
+        key = (id(v), grid, id(ends))
         if key not in self.made:
             shape = tuple(1 if g == 0 else n // g for n, g in zip(v.shape, grid, strict=True))
+            if ends is not None:
+                shape = (groups(v.shape[0], ends.shape[0], grid[0]), *shape[1:])
             near = self.first if v.node is None else self.after.setdefault(id(v.node), [])
-            self.made[key] = self._emit(amax_p, (v, grid), (TensorType(shape, torch.float32),), v, user, near)
+            op, args = (amax_p, (v, grid)) if ends is None else (rows_amax_p, (v, ends, grid))
+            self.made[key] = self._emit(op, args, (TensorType(shape, torch.float32),), v, user, near)
         return self.made[key][0]
 
     def _place(self, last: Value, at: Node) -> list[Node]:
@@ -177,6 +228,15 @@ class _Rewriter:
         node.outs = tuple(Value(t, node, i) for i, t in enumerate(types))
         where.append(node)
         return node.outs
+
+
+def _is_tagged(node: Node) -> bool:
+    return TAG in node.tags and node.op in PRODUCTS
+
+
+def _cotangent(node: Node, a: Value, b: Value) -> int | None:
+    """Which operand of a backward product is one."""
+    return next((i for i, v in enumerate((a, b)) if _is_backward(v)), None) if node.phase == "B" else None
 
 
 def _is_backward(v: Value) -> bool:

@@ -27,7 +27,7 @@ from fmeg.sharding.mincut import Forward, seconds
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-_PRODUCT_NAMES = {"einsum", "grouped_matmul", "scaled_einsum", "attention", "attention_fwd"}
+_PRODUCT_NAMES = {"einsum", "grouped_matmul", "scaled_einsum", "scaled_grouped", "attention", "attention_fwd"}
 
 
 CHOSEN = ("min_cut", "budget")  # kinds of policies that weigh bytes against work

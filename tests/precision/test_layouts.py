@@ -155,7 +155,7 @@ def test_a_mixture_of_experts_keeps_its_router():
     loss = lambda p, b: moe.loss(p, b, cfg)
     all_low = dict(skip_first=0, skip_last=0)
     sites = fmeg.amax_history(loss, precision.fp8("delayed", **all_low), params, batch)
-    assert sorted(sites) == ["layers.wk", "layers.wo", "layers.wq", "layers.wv"]
+    assert sorted(sites) == [f"layers.{w}" for w in ("w_down", "w_gate", "w_up", "wk", "wo", "wq", "wv")]
     step = fmeg.value_and_grad(loss, microbatches=2, precision=precision.fp8(**all_low))
     axes = {"params": moe.logical_axes(cfg), "batch": dict.fromkeys(batch, "batch seq")}
     layout = Layout(batch="dp", experts="dp", heads="tp", kv_heads="tp", vocab="tp")

@@ -20,5 +20,7 @@ wire        what the partitioner knows of a routing: `Wire`; where its tokens an
 route       the routing itself
 travel      dispatch, collect, combine and its gradient: tokens to rows and back
 products    the grouped products, their biases and sums
+places      where a row is among those of its expert
+scaled      the products in low precision, and how rows are quantised for them
 handlers    which of these a node is for
 """

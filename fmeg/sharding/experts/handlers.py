@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fmeg.program.ir import Node
+from fmeg.sharding.experts import scaled
 from fmeg.sharding.experts.products import bias, matmul, matmul_dw, sums
 from fmeg.sharding.experts.route import route
 from fmeg.sharding.experts.travel import collect, combine, combine_bwd, dispatch
@@ -42,4 +43,8 @@ _HANDLERS: dict[str, Callable[[Partitioner, Node], None]] = {
     "grouped_matmul_dw": matmul_dw,
     "grouped_bias": bias,
     "expert_sums": sums,
+    "rows_amax": scaled.amax,
+    "rows_quantize": scaled.quantize,
+    "scaled_grouped": scaled.matmul,
+    "scaled_grouped_dw": scaled.matmul_dw,
 }

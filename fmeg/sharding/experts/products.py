@@ -9,7 +9,7 @@ from fmeg.sharding.partition import Partitioner
 from fmeg.sharding.value import Placement
 
 
-def _weight(part: Partitioner, wire: Wire, v: Value) -> tuple[Value, Placement]:
+def weight_at(part: Partitioner, wire: Wire, v: Value) -> tuple[Value, Placement]:
     """A parameter of the experts, in use; its experts must lie where the routing has them."""
     p = part.placed(v)
     home = (p.use if p.use is not None else p.home).whole()
@@ -32,7 +32,7 @@ def matmul(part: Partitioner, node: Node) -> None:
     """rows, weights -> rows: weights stay, rows get their features."""
     rows, w, ends = node.args
     wire, transposed = wire_of(part, ends), node.kwargs["transposed"]
-    weight, at = _weight(part, wire, w)
+    weight, at = weight_at(part, wire, w)
     inner, outer = (at.dims[2], at.dims[1]) if transposed else (at.dims[1], at.dims[2])
     p = part.placed(rows)
     rows_at(part, wire, rows)
@@ -65,7 +65,7 @@ def bias(part: Partitioner, node: Node) -> None:
     """rows, a vector for each expert -> rows."""
     rows, b, ends = node.args
     wire = wire_of(part, ends)
-    added, at = _weight(part, wire, b)
+    added, at = weight_at(part, wire, b)
     target = Placement((wire.rows, at.dims[1]))
     value = part.get(part.placed(rows), target, "rule")
     out = part.emit(node.op, (value, added, wire.locals_["ends"]), {}, [(node.outs[0].type, target)])

@@ -34,7 +34,10 @@ class Wire:
     given     dims of the tokens as they came; `tokens`, after the gather over `gathered`, axes of G
     rows      axes that shard rows: those of the experts, then others that shard tokens
     width     with a bound: rows that one rank may send to another
-    locals_   local values by name: order, inverse, ends; total, table, host, to_expert, to_arrival where there are such
+    locals_   local values by name: order, inverse, ends; total, table, host, to_expert, to_arrival, places, counts
+              where
+              there are such
+    kept      values that the partitioner knows by their identity
     """
 
     node: Node
@@ -46,6 +49,7 @@ class Wire:
     rows: tuple[str, ...]
     width: int | None = None
     locals_: dict[str, Value] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
 
     @property
     def gathered(self) -> set[str]:
