@@ -128,14 +128,18 @@ def _row(x, y, z, base, quarter, j: tl.constexpr, col, rows, columns, KIND: tl.c
 
 
 @triton.jit
-def _store(v, q, t, base, quarter, j: tl.constexpr, col, rows, columns, WORDS: tl.constexpr):
-    """Row j of each four as it lies, and without WORDS of its transpose."""
+def _store(v, word, q, t, base, quarter, j: tl.constexpr, col, rows, columns, WORDS: tl.constexpr):
+    """Row j of each four as it lies; without WORDS byte j of `word`, there and in the transpose."""
     row = quarter * 4 + j
     live = (row < rows) & (col < columns)
-    low = v.to(q.dtype.element_ty)
-    tl.store(q + base + row.to(tl.int64) * columns + col, low, mask=live)
-    if not WORDS:
-        tl.store(t + base + col.to(tl.int64) * rows + row, low, mask=live)
+    at = base + row.to(tl.int64) * columns + col
+    if WORDS:
+        tl.store(q + at, v.to(q.dtype.element_ty), mask=live)
+    else:
+        byte = (word >> (8 * j)).to(tl.uint8)
+        tl.store(q.to(tl.pointer_type(tl.uint8), bitcast=True) + at, byte, mask=live)
+        at = base + col.to(tl.int64) * rows + row
+        tl.store(t.to(tl.pointer_type(tl.uint8), bitcast=True) + at, byte, mask=live)
 
 
 @triton.jit
@@ -152,15 +156,16 @@ def _four(
     b *= inverse
     c *= inverse
     d *= inverse
-    _store(a, q, t, base, quarter, 0, col, rows, columns, WORDS)
-    _store(b, q, t, base, quarter, 1, col, rows, columns, WORDS)
-    _store(c, q, t, base, quarter, 2, col, rows, columns, WORDS)
-    _store(d, q, t, base, quarter, 3, col, rows, columns, WORDS)
+    word = four(a, b, c, d, q.dtype.element_ty)
+    _store(a, word, q, t, base, quarter, 0, col, rows, columns, WORDS)
+    _store(b, word, q, t, base, quarter, 1, col, rows, columns, WORDS)
+    _store(c, word, q, t, base, quarter, 2, col, rows, columns, WORDS)
+    _store(d, word, q, t, base, quarter, 3, col, rows, columns, WORDS)
     if WORDS:
         live = (quarter < quarters) & (col < columns)
         at = tl.trans(col).to(tl.int64) * quarters + tl.trans(quarter)
         words = t.to(tl.pointer_type(tl.int32), bitcast=True) + base // 4
-        tl.store(words + at, tl.trans(four(a, b, c, d, q.dtype.element_ty)), mask=tl.trans(live))
+        tl.store(words + at, tl.trans(word), mask=tl.trans(live))
 
 
 @triton.jit
@@ -172,8 +177,8 @@ def pair(
     """A tile of "rows columns", quantised, and its transpose; program (tile, layer). seen[value + layer, tile]: the
     bits of the tile's largest absolute value.
 
-    A thread holds four rows of a column, so that the transpose moves between threads in words (WORDS: rows = 4
-    quarters), not bytes.
+    A thread holds four rows of a column, so that the transpose moves between threads in words, not bytes. WORDS: whole
+    words of both orders are stored: rows are 4 quarters, columns a multiple of 16.
     """
     layer = tl.program_id(1)
     base = layer.to(tl.int64) * rows * columns

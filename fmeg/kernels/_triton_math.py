@@ -48,7 +48,7 @@ def rounded(x, kind: tl.constexpr):
 def four(a, b, c, d, kind: tl.constexpr):
     """Four float32 numbers as bytes of float8 `kind` in one word, the first lowest; saturating, NaN kept.
 
-    From the numbers, not from bytes that were converted before: ptxas 12.8 loses some of those.
+    Where single bytes are wanted, take them from here: of those by Triton's conversion ptxas 12.8 loses some.
     """
     if kind == tl.float8e5:
         word = tl.inline_asm_elementwise(

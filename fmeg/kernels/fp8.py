@@ -105,7 +105,7 @@ def pair(
         x, y, z, amax1, amax2, *made, *[None] * (6 - len(made)),
         tops, rows, columns, rows // 4,
         KIND=KINDS.index(kind), ROUND=rounded, FACTOR=1.0 / largest, TINY=tiny, POWER=power,
-        SEEN=seen, WORDS=rows % 4 == 0, ROWS=TILE, COLUMNS=TILE,
+        SEEN=seen, WORDS=rows % 4 == 0 and columns % 16 == 0, ROWS=TILE, COLUMNS=TILE,
         num_warps=WARPS.get(kind, 4),
     )  # fmt: skip
     if tops is not None:

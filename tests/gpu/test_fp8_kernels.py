@@ -17,7 +17,7 @@ from fmeg.precision.scaled import _reference, scaled_einsum_p
 from fmeg.program.ir import Node, TensorType, Value
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(2, 128, 256), (3, 50, 4, 24), (2, 1000, 1040), (1, 16)]
+SHAPES = [(2, 128, 256), (3, 50, 4, 24), (2, 1000, 1040), (1, 16), (99, 57)]
 FORMATS = [Format("e4m3"), Format("e5m2"), Format("e4m3", "power")]
 
 
