@@ -16,9 +16,11 @@ lookups         tokens travel to a table sharded along its width, not the table 
 hasten          reductions are begun before a loop that can hide them, gathers right behind one
 pipeline        all of them, in order
 vendor          another library's kernels, where asked for
+beside          gathers and reductions in parts, beside the products they feed or that feed them, where asked for
 """
 
+from fmeg.lower.beside import beside
 from fmeg.lower.pipeline import lower
 from fmeg.lower.vendor import check_lowering, vendor_kernels
 
-__all__ = ["check_lowering", "lower", "vendor_kernels"]
+__all__ = ["beside", "check_lowering", "lower", "vendor_kernels"]

@@ -17,6 +17,7 @@ from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
 from fmeg.mesh.rows import sent_and_received
+from fmeg.mesh.symmetric import SymmetricMemory
 from fmeg.mesh.transport import Started, Transport, waiting
 from fmeg.program.errors import MeshError
 
@@ -113,6 +114,7 @@ class DistributedBackend:
         self._device = _cuda_device() if self._nccl else torch.device("cpu")
         self._process_groups: dict[int, dist.ProcessGroup | None] = {}
         self._groups: dict[Axes, Group] = {}
+        self._peers: dict[Axes, SymmetricMemory] = {}
         self._indices: dict[Axes, Tensor] = {}
         self._device_meshes: dict[Axes, DeviceMesh] = {}
 
@@ -270,6 +272,17 @@ class DistributedBackend:
             )
             self._groups[axes] = Group(ranks, position, transport)
         return self._groups[axes]
+
+    def peers(self, axes: Axes) -> SymmetricMemory | None:
+        """Memory that the members of this process's group over `axes` read of one another; None on CPUs. All of them
+        must come here. Raises MeshError where they are on several hosts."""
+        group = self.group(axes)
+        if not self._nccl or group.transport.group is None:
+            return None
+        if axes not in self._peers:
+            order = [sorted(group.ranks).index(r) for r in group.ranks]
+            self._peers[axes] = SymmetricMemory(group.transport.group, order, group.index, self._device)
+        return self._peers[axes]
 
     def device_mesh(self, axes: Axes | None = None) -> DeviceMesh:
         """The `DeviceMesh` over the same ranks, with its dimensions in the order of `axes` (default: the mesh's)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fmeg.lower.beside import beside
 from fmeg.pipeline.comms import with_parameters
 from fmeg.pipeline.cut import Cutter, Stage
 from fmeg.pipeline.errors import ScheduleError
@@ -163,6 +164,7 @@ class LocalPipeline:
     stacked: Mapping[int, int]  # outputs that are stored by stage: gradients, and what scans stack -> their scan
     reductions: Reductions = field(default_factory=Reductions)
     gathers: Mapping[int, tuple[Move, ...]] = field(default_factory=dict)  # by input, begun by GATHER
+    beside: tuple[str, ...] = ()  # axes whose gathers and reductions go on beside products
     name: str = "pipeline"
 
     def loop(self) -> Loop:
@@ -274,8 +276,10 @@ class _Runner:
         self.pieces = {s: self._pieces(st, s) for s, st in self.stages.items()}
 
     def _pieces(self, stage: Stage, s: int) -> Pieces:
+        op = self.op
+
         def executable(program: Program) -> Executable:
-            return Executable(program, self.ranks.inner, self.bodies, self.mode)
+            return Executable(beside(program, op.beside), self.ranks.inner, self.bodies, self.mode)
 
         forward, n = executable(stage.forward), len(self.op.body.inputs)
         used = {i for p in (stage.forward, stage.backward) for i in used_inputs(p, n)}

@@ -117,7 +117,8 @@ def _loop_sums(program: Program, times: int) -> Iterator[tuple[int, int]]:
 
 
 def node_flops(node: Node) -> int:
-    """What a primitive declares; for aten products and attention the formula of torch's flop counter; else 0."""
+    """What a primitive, or another operation, declares; for aten products and attention the formula of torch's flop
+    counter; else 0."""
     if isinstance(node.op, Primitive):
         return node.op.flops(node) if node.op.flops is not None else 0
     if isinstance(node.op, torch._ops.OpOverload):
@@ -126,7 +127,9 @@ def node_flops(node: Node) -> int:
             args, kwargs = map_values(lambda v: v.shape, (node.args, node.kwargs))
             shapes = [o.shape for o in node.outs]
             return formula(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else shapes)
-    return 0
+        return 0
+    counted = getattr(node.op, "flops", None)
+    return counted(node) if counted is not None else 0
 
 
 def node_other(node: Node) -> int:

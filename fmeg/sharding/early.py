@@ -25,9 +25,14 @@ ARITHMETIC, MEMORY, LINK = 5e14, 3e12, 2.5e11  # operations and bytes a second o
 
 def early(nodes: Sequence[Node]) -> list[Node]:
     """The nodes in that order; as they are where there is a loop, or nothing to overlap."""
-    if not any(n.op in _BEGUN for n in nodes) or any(loop_of(n) is not None or hasattr(n.op, "build") for n in nodes):
+    if not any(n.op in _BEGUN for n in nodes) or any(_stays(n) for n in nodes):
         return list(nodes)
     return _Order(nodes).run()
+
+
+def _stays(n: Node) -> bool:
+    """Whether it is a step of its own that says nothing of its time."""
+    return loop_of(n) is not None or (hasattr(n.op, "build") and not getattr(n.op, "movable", False))
 
 
 class _Order:

@@ -21,7 +21,7 @@ from fmeg.program.trace import Traced, argument_paths, trace, type_of
 from fmeg.sharding.execute import Mode, check_mode
 from fmeg.sharding.spec import Layout
 from fmeg.step.edge import Leaf, state_leaves
-from fmeg.step.lowered import Compiled, Lowered
+from fmeg.step.lowered import Compiled, Lowered, check_overlap
 from fmeg.step.partition import partition
 from fmeg.step.state import Axes, TrainState
 
@@ -44,8 +44,9 @@ class Jitted:
         donate: Sequence[str],
         mode: Mode,
         lowering: str | None,
+        overlap: str | Sequence[str],
     ):
-        self.lowering = lowering
+        self.lowering, self.overlap = lowering, check_overlap("jit", overlap, mesh)
         self.fn, self.mesh, self.layout, self.strict, self.mode = fn, mesh, layout, strict, mode
         check_mode("jit", mode)
         check_lowering("jit", lowering)
@@ -88,7 +89,7 @@ class Jitted:
         if compiled is None:
             if self._cache:
                 log.info("jit(%s): traced again, because %s", self.name, self._why(args, key))
-            compiled = self._cache[key] = self.lower(*args).compile(self.mode, self.lowering)
+            compiled = self._cache[key] = self.lower(*args).compile(self.mode, self.lowering, self.overlap)
         return compiled([x for x, t in zip(leaves, types, strict=True) if t is not None])
 
     def _why(self, args: tuple, key: tuple) -> str:
@@ -240,6 +241,7 @@ def jit(
     donate: Sequence[str] = (),
     mode: Mode = "eager",
     lowering: str | None = None,
+    overlap: str | Sequence[str] = (),
 ) -> Jitted:
     """`fn` on a mesh: traced once per structure and shapes, differentiated, partitioned, run.
 
@@ -261,6 +263,12 @@ def jit(
     lowering  "te": TransformerEngine's kernels run attention, norms and products on CUDA where they fit, except within
               the stages of a pipeline; needs `pip install "fmeg[te]"`. "fp8": in compiled modes, Triton kernels make
               FP8 operands in both orders at once (see docs/precision.md). The mathematics and the layouts are unchanged
+    overlap   mesh axes, by name, whose gathers and reductions go on beside the products that read a gather or that a
+              reduction sums: `overlap="tp"` where `res_seq="tp"`. Each rank's part is multiplied while others are
+              copied from the memory of their GPUs (see fmeg.mesh.beside), which must be those of one host: an error
+              where they cannot be. It is said here and not in the layout, because nothing is placed otherwise; and axis
+              by axis and not for all processes, because another axis may span hosts. On virtual meshes and on CPUs the
+              same operations run one after the other
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
     another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a
@@ -283,4 +291,5 @@ def jit(
         donate,
         mode,
         lowering,
+        overlap,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmeg import tree
-from fmeg.lower import check_lowering, lower, vendor_kernels
+from fmeg.lower import beside, check_lowering, lower, vendor_kernels
 from fmeg.mesh import Mesh
 from fmeg.pipeline.op import Storage, start_early
 from fmeg.program import autocast
@@ -52,15 +52,17 @@ class Lowered:
         return self.stages.orders[stack]
 
     @autocast.off()
-    def compile(self, mode: Mode = "eager", lowering: str | None = None) -> Compiled:
-        """Ready to run on the mesh's backend. `mode` and `lowering` as in `jit`."""
+    def compile(self, mode: Mode = "eager", lowering: str | None = None, overlap: str | Sequence[str] = ()) -> Compiled:
+        """Ready to run on the mesh's backend. `mode`, `lowering` and `overlap` as in `jit`."""
         check_mode("compile", mode)
         check_lowering("compile", lowering)
+        axes = check_overlap("compile", overlap, self.mesh)
         program, backend = start_early(self.program), self.mesh.backend()
         if mode == "eager":
-            return Compiled(self, Executable(vendor_kernels(program, lowering), backend))
+            return Compiled(self, Executable(vendor_kernels(beside(program, axes), lowering), backend))
         into = self._reused() if backend.plain else {}
-        program = vendor_kernels(lower(program, fused_fp8=lowering == "fp8"), lowering)
+        program = beside(lower(program, fused_fp8=lowering == "fp8"), axes)
+        program = vendor_kernels(program, lowering)
         executable = Executable(program, backend, mode=mode, into=into)
         if mode == "inductor":
             return Compiled(self, executable)
@@ -160,6 +162,17 @@ class Compiled:
             order = low.order_of(placement, stack)
             results.append(Array(got, v.type.shape, v.type.dtype, placement.dims, low.mesh, order, own))
         return tree.unflatten(low.traced.out_tree, results)
+
+
+def check_overlap(who: str, overlap: str | Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that are named; ValueError for one that the mesh does not have."""
+    axes = (overlap,) if isinstance(overlap, str) else tuple(overlap)
+    for a in axes:
+        if a not in mesh.axes:
+            raise ValueError(
+                f"{who}: overlap must name axes of the mesh, given {a!r}; it has {', '.join(mesh.axes) or 'none'}"
+            )
+    return axes
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
