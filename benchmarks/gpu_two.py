@@ -6,15 +6,17 @@
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two --device cpu --tiny train fsdp                 # a rehearsal, Gloo
 
 Layouts, over all n GPUs: `fsdp` (parameters and optimizer sharded, gathered layer by layer), `tensor` (tensor and
-sequence parallel), `pipeline` (1F1B), `pipeline-zb` (ZB-H1) and `experts` or `experts-gathered` (FSDP, experts
-apart; tokens are exchanged, or gathered everywhere: for `--model M1`).
+sequence parallel), `tensor-beside` (that, with `overlap="tp"`: gathers and reductions by copies beside products),
+`pipeline` (1F1B), `pipeline-zb` (ZB-H1) and `experts` or `experts-gathered` (FSDP, experts apart; tokens are exchanged,
+or gathered everywhere: for `--model M1`). NVLink multicast stays off.
 Models and arithmetic as in `benchmarks.gpu`; the global batch has `--rows` rows, in `--microbatches` microbatches where
 there is a pipeline.
 
 tokens/s      median over the steps after the first five, GPUs synchronised at each step's end; of all GPUs, and of one
 peak bytes    `torch.cuda.max_memory_allocated` of the first GPU after the first step
 nccl_s        with `--profile`: time of one step in which a communication kernel runs on the first GPU (it includes
-              waiting for the others); hidden_s: the part of it in which another kernel runs too
+              waiting for the others); hidden_s: the part of it in which another kernel runs too. Copies from another
+              GPU's memory are no kernels and not in it
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ LAYOUTS: dict[str, tuple[str, Layout, str | None]] = {
     "experts-gathered": ("dp", Layout(**MOE, dispatch="all_gather"), None),
     "fsdp": ("dp", Layout(**SHARDED), None),
     "tensor": ("tp", Layout(**SEQUENCE), None),
+    "tensor-beside": ("tp", Layout(**SEQUENCE), None),
     "pipeline": ("pp", Layout(layers="pp"), "1f1b"),
     "pipeline-zb": ("pp", Layout(layers="pp"), "zb_h1"),
 }
@@ -65,6 +68,7 @@ CHECKS: dict[str, tuple[str, str, Layout, str | None]] = {
     "fsdp": (verify.DEFAULT, "dp", Layout(**SHARDED), None),
     "tensor": (verify.DEFAULT, "tp", Layout(heads="tp", kv_heads="tp", ff="tp", vocab="tp"), None),
     "tensor + sequence": (verify.DEFAULT, "tp", Layout(**SEQUENCE), None),
+    "tensor + sequence, beside": (verify.DEFAULT, "tp", Layout(**SEQUENCE), None),
     "context, gathered": (verify.DEFAULT, "cp", Layout(seq="cp", res_seq="cp", attention="all_gather"), None),
     "context, ring": (verify.DEFAULT, "cp", Layout(seq="cp", res_seq="cp", attention="ring"), None),
     "context, ulysses": (verify.DEFAULT, "cp", Layout(seq="cp", res_seq="cp", attention="ulysses"), None),
@@ -73,6 +77,7 @@ CHECKS: dict[str, tuple[str, str, Layout, str | None]] = {
     "experts": ("mixtral-8x7b", "dp", Layout(**MOE), None),
     "experts-gathered": ("mixtral-8x7b", "dp", Layout(**MOE, dispatch="all_gather"), None),
 }
+BESIDE = {"tensor-beside": "tp", "tensor + sequence, beside": "tp"}
 
 
 @dataclass
@@ -144,7 +149,8 @@ def train(name: str, args: argparse.Namespace) -> Row:
     rows = args.rows
     ids = torch.randint(0, cfg.vocab_size, (rows, seq + 1), generator=torch.Generator(device).manual_seed(0))
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "mask": torch.ones(rows, seq)}
-    run = fmeg.jit(step, mesh=mesh, layout=layout, donate="state", mode=args.mode)
+    beside = BESIDE.get(name, ())
+    run = fmeg.jit(step, mesh=mesh, layout=layout, donate="state", mode=args.mode, overlap=beside)
     state = random_state(cfg, optimizer, mesh)
     times: list[float] = []
     for i in range(args.steps):
@@ -220,7 +226,8 @@ def check(name: str, overlap: bool, mode: str) -> bool:
     want = verify.run_steps(verify.make_step(cfg, keep, microbatches), state, batch, 2)
     how = {"schedule": schedule} if schedule else {}
     mesh = mesh_over(axis, overlap)
-    step = fmeg.jit(verify.make_step(cfg, keep, microbatches, **how), mesh=mesh, layout=layout, mode=mode)
+    step = verify.make_step(cfg, keep, microbatches, **how)
+    step = fmeg.jit(step, mesh=mesh, layout=layout, mode=mode, overlap=BESIDE.get(name, ()))
     here = tree.map(lambda x: x.to(mesh.device), (state, batch))
     got = verify.run_steps(step, *here, 2)
     worst = 0.0
@@ -257,6 +264,7 @@ def main() -> None:
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     init_distributed(ctas=args.ctas, high_priority=args.high_priority)
     failed: list[str] = []
     if args.command == "train":

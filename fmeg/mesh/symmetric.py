@@ -79,9 +79,10 @@ class SymmetricMemory:
         try:
             import torch.distributed._symmetric_memory as symm
 
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # older versions of torch need this call, newer ones deprecate it
-                symm.enable_symm_mem_for_group(self._group.group_name)
+            if (enable := getattr(symm, "enable_symm_mem_for_group", None)) is not None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # older versions of torch need the call, newer ones deprecate it
+                    enable(self._group.group_name)
             own = symm.empty(nbytes, dtype=torch.uint8, device=self._device)
             handle = symm.rendezvous(own, self._group.group_name)
         except (ImportError, AttributeError, RuntimeError) as error:
