@@ -3,9 +3,9 @@
     all_gather(x) w1, all_gather(x) w2, …     ->  gathered_products(x, w1, w2, …)
     reduce_scatter(a b + c d + …)             ->  product_scattered(a, b, c, d, …)
 
-where the dimension that is gathered, or scattered, is one that the products keep. They mean the operations that they
-replace, in that order, and so run where nothing can go on beside. On GPUs of one host each member's part is multiplied
-while others travel (see `fmeg.mesh.beside`).
+where the dimension that is gathered, or scattered, is one that the products keep. Products of FP8 operands stay as they
+are. They mean the operations that they replace, in that order, and so run where nothing can go on beside. On GPUs of
+one host each member's part is multiplied while others travel (see `fmeg.mesh.beside`).
 
 Source of the idea: Wang et al. 2023, ASPLOS, "Overlap Communication with Dependent Computation via Decomposition".
 """

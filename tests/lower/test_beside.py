@@ -3,6 +3,7 @@ meshes; the same numbers where processes read one another's memory."""
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from functools import cache
 
@@ -15,10 +16,12 @@ from fmeg import Layout, Mesh, tree
 from fmeg.lower import beside, lower
 from fmeg.lower.beside import GatheredProducts, ProductScattered
 from fmeg.mesh.distributed import DistributedBackend
+from fmeg.mesh.symmetric import hosts
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from fmeg.ops.einsum import einsum_p
 from fmeg.ops.into import product_of_rows
 from fmeg.program.cost import flops
+from fmeg.program.errors import MeshError
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import walk
 from fmeg.sharding.early import early
@@ -33,6 +36,7 @@ CFG = verify.config()
 TP = dict(heads="tp", kv_heads="tp", ff="tp", vocab="tp", res_seq="tp")
 SPLIT = ("tk", "tr")
 CASES = [c for c in cases(verify.sizes_of(CFG), 8) if c.name.endswith("+sp")]
+PEERS = DistributedBackend.peers
 SOME = ("tp4+sp", "dp2 tk2,tr2+sp", "zero3 ring2 tp2+sp", "zero2 tp2+sp")
 
 
@@ -77,6 +81,31 @@ def test_compiled_steps():
     want = verify.run_steps(step_of(case, mode="inductor"), state, batch, 2)
     for path, x, y in zip(tree.paths(got), tree.leaves(got), tree.leaves(want), strict=True):
         torch.testing.assert_close(x.global_value(), y.global_value(), rtol=1e-11, atol=1e-13, msg=path)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [("tiny-gpt2", 5), ("tricky-moe", 5), pytest.param("tricky-deepseek", 17, marks=pytest.mark.slow)],
+)
+def test_other_models(model, count):
+    cfg = verify.config(model)
+    case = next(c for c in cases(verify.sizes_of(cfg), 2) if c.name == "tp2+sp")
+    state, batch = verify.problem(cfg)
+    one = verify.make_step(cfg, verify.optimizer_under_test())
+    make = lambda **how: fmeg.jit(one, mesh=case.mesh, layout=case.layout, **how)
+    new = kinds(beside(make().lower(state, batch).program, ["tp"]))
+    assert new.count(GatheredProducts) == new.count(ProductScattered) == count
+    same(verify.run_steps(make(overlap="tp"), state, batch, 1), verify.run_steps(make(), state, batch, 1))
+
+
+def test_every_axis_at_once():
+    """Gradients that ZeRO-3 scatters too; what crosses axes of both kinds."""
+    case = next(c for c in CASES if c.name == "zero3 m2 tp2+sp")
+    state, batch = verify.problem(CFG)
+    new = kinds(beside(step_of(case).lower(state, batch).program, ["dp", "tp"]))
+    assert new.count(GatheredProducts) >= 5 and new.count(ProductScattered) > 5
+    got = verify.run_steps(step_of(case, overlap=("dp", "tp")), state, batch, 1)
+    same(got, verify.run_steps(step_of(case), state, batch, 1))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -394,7 +423,17 @@ def compiled():
     assert _whole_steps(dict(tp=2), Layout(**TP), mode="inductor") == 2 * (2 * 8 + 2)
 
 
-CHECKS = (tensor_and_zero3, an_axis_cut_in_two_the_other_way_round, stages)
+def two_hosts():
+    """An axis that spans both is an error, on every process."""
+    b = Mesh(dp=2, tp=2, backend="distributed").backend()
+    tp, _ = b.group(("tp",)), b.group(("dp",))
+    b._nccl, socket.gethostname = True, lambda: f"host{dist.get_rank() // 2}"
+    with pytest.raises(MeshError, match=r"the axis spans 2 hosts \(host0, host1\); its ranks must be GPUs of one"):
+        PEERS(b, ("dp",))
+    assert hosts(tp.transport.group) == [f"host{dist.get_rank() // 2}"] * 2
+
+
+CHECKS = (tensor_and_zero3, an_axis_cut_in_two_the_other_way_round, stages, two_hosts)
 
 
 @cache
