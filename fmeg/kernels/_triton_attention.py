@@ -14,6 +14,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR: tl.constexpr = tl.constexpr(2**29)
 
 
 @triton.jit
@@ -30,6 +31,13 @@ def _put(ptr, row, rows, stride, value, WIDTH: tl.constexpr, PADDED: tl.constexp
     col = tl.arange(0, PADDED)[None, :]
     at = ptr + (row[:, None] * stride + col)
     tl.store(at, value.to(ptr.dtype.element_ty), mask=(row[:, None] < rows) & (col < WIDTH))
+
+
+@triton.jit
+def _within(shift, window):
+    """As `masked.within`, in int32."""
+    near = tl.minimum(tl.maximum(shift, -FAR), FAR).to(tl.int32)
+    return near, near - tl.minimum(tl.maximum(shift - window, -FAR), FAR).to(tl.int32)
 
 
 @triton.jit
@@ -70,17 +78,18 @@ def forward(
     E: tl.constexpr, F: tl.constexpr, EP: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    m0 = tl.program_id(0) * BM
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = tl.program_id(1) % H
+    blocks = tl.cdiv(S, BM)
+    m0 = (tl.program_id(0) % blocks) * BM
+    batch = (tl.program_id(0) // blocks // H).to(tl.int64)
+    head = tl.program_id(0) // blocks % H
     kv_heads = H // GROUP
     if shift_at is not None:
-        shift = tl.load(shift_at).to(tl.int32)
+        shift, window = _within(tl.load(shift_at).to(tl.int64), window)
     rows = m0 + tl.arange(0, BM)
     query = _tile(q + (batch * S * H + head) * E, rows, S, H * E, E, EP)
     k += (batch * T * kv_heads + head // GROUP) * E
     v += (batch * T * kv_heads + head // GROUP) * F
-    block = batch * tl.num_programs(0) + tl.program_id(0)
+    block = batch * blocks + m0 // BM
     lo, hi = _keys(m0, T, shift, window, first, last, block, BM, BN, CAUSAL, WINDOW, SEGMENTS)
     mine = rows
     if SEGMENTS:
@@ -127,12 +136,13 @@ def backward_q(
     E: tl.constexpr, F: tl.constexpr, EP: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    m0 = tl.program_id(0) * BM
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = tl.program_id(1) % H
+    blocks = tl.cdiv(S, BM)
+    m0 = (tl.program_id(0) % blocks) * BM
+    batch = (tl.program_id(0) // blocks // H).to(tl.int64)
+    head = tl.program_id(0) // blocks % H
     kv_heads = H // GROUP
     if shift_at is not None:
-        shift = tl.load(shift_at).to(tl.int32)
+        shift, window = _within(tl.load(shift_at).to(tl.int64), window)
     rows = m0 + tl.arange(0, BM)
     query = _tile(q + (batch * S * H + head) * E, rows, S, H * E, E, EP)
     cotangent = _tile(do + (batch * S * H + head) * F, rows, S, H * F, F, FP)
@@ -142,7 +152,7 @@ def backward_q(
     d = tl.load(delta + at, mask=rows < S, other=0.0)
     k += (batch * T * kv_heads + head // GROUP) * E
     v += (batch * T * kv_heads + head // GROUP) * F
-    block = batch * tl.num_programs(0) + tl.program_id(0)
+    block = batch * blocks + m0 // BM
     lo, hi = _keys(m0, T, shift, window, first, last, block, BM, BN, CAUSAL, WINDOW, SEGMENTS)
     mine = rows
     if SEGMENTS:
@@ -172,12 +182,13 @@ def backward_kv(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys, summed over the query heads that read them."""
-    n0 = tl.program_id(0) * BN
+    blocks = tl.cdiv(T, BN)
+    n0 = (tl.program_id(0) % blocks) * BN
     kv_heads = H // GROUP
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = tl.program_id(1) % kv_heads
+    batch = (tl.program_id(0) // blocks // kv_heads).to(tl.int64)
+    kv_head = tl.program_id(0) // blocks % kv_heads
     if shift_at is not None:
-        shift = tl.load(shift_at).to(tl.int32)
+        shift, window = _within(tl.load(shift_at).to(tl.int64), window)
     cols = n0 + tl.arange(0, BN)
     key = _tile(k + (batch * T * kv_heads + kv_head) * E, cols, T, kv_heads * E, E, EP)
     value = _tile(v + (batch * T * kv_heads + kv_head) * F, cols, T, kv_heads * F, F, FP)
@@ -192,7 +203,7 @@ def backward_kv(
         end = n0 + BN - 1 + window - shift
         hi = tl.minimum(hi, tl.where(end <= 0, 0, (end + BM - 1) // BM))
     if SEGMENTS:
-        block = batch * tl.num_programs(0) + tl.program_id(0)
+        block = batch * blocks + n0 // BN
         lo = tl.maximum(lo, tl.load(first + block))
         hi = tl.minimum(hi, tl.load(last + block))
     acc_k = tl.zeros([BN, EP], tl.float32)

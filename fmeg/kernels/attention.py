@@ -26,6 +26,8 @@ def kernel(
     `torch.use_deterministic_algorithms` it is flash throughout: cuDNN's gradient of q sums in any order, and two equal
     steps differ in their last bits.
     """
+    if not q.dtype == k.dtype == v.dtype:
+        return None
     fallback = "triton" if masked.fits(q, k, v) else None
     if q.device.type != "cuda" or q.dtype not in HALF or segments or min(q.numel(), k.numel()) == 0:
         return fallback

@@ -14,6 +14,7 @@ from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
+FAR = 2**29  # no key is so far from a query
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -40,16 +41,25 @@ def meeting(a: Int[Tensor, "b s"], b: Int[Tensor, "b t"], rows: int, columns: in
     return (first * some).to(torch.int32), (last * some).to(torch.int32)
 
 
-def narrow(ids: Int[Tensor, "b s"]) -> Int[Tensor, "b s"]:
-    """The ids in int32, those beyond its range at its ends: padding's own is the least that there is.
+def alike(a: Int[Tensor, "b s"], b: Int[Tensor, "b t"]) -> tuple[Tensor, Tensor]:
+    """Ids of queries and keys in one dtype that holds both, whatever they are: int32, or int64 if either is.
 
-    >>> narrow(torch.tensor([torch.iinfo(torch.int64).min, -1, 0, 7])).tolist()
-    [-2147483648, -1, 0, 7]
+    >>> [x.dtype for x in alike(torch.tensor([[True]]), torch.tensor([[300]], dtype=torch.int16))]
+    [torch.int32, torch.int32]
     """
-    bounds = torch.iinfo(torch.int32)
-    return (
-        ids.clamp(bounds.min, bounds.max).to(torch.int32).contiguous() if ids.dtype == torch.int64 else ids.contiguous()
-    )
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.int32)
+    return a.to(dtype).contiguous(), b.to(dtype).contiguous()
+
+
+def within(shift: int, window: int) -> tuple[int, int]:
+    """Two numbers that mean the same to every pair of a query i and a key j, and whose sums with these stay in int32:
+    j ≤ i + shift, j > i + shift - window.
+
+    >>> within(3, 8), within(-(2**40), 8), within(3, 2**31 - 1)
+    ((3, 8), (-536870912, 0), (3, 536870915))
+    """
+    near = max(-FAR, min(shift, FAR))
+    return near, near - max(-FAR, min(shift - window, FAR))
 
 
 def _ranges(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -84,6 +94,7 @@ def _call(
     padded = [max(16, 1 << (n - 1).bit_length()) for n in (e, f)]
     named: dict[str, Any] = dict(E=e, F=f, EP=padded[0], FP=padded[1], CAUSAL=causal, WINDOW=window > 0)
     named["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"
+    offset, window = (0, min(window, 2**62)) if shift is not None else within(offset, window)
     return (shift, offset, window, scale, s, t, h, h // kv), named
 
 
@@ -92,7 +103,7 @@ def _segments(
 ) -> tuple[tuple[Any, ...], bool]:
     if seg_q is None or seg_k is None:
         return (None, None, None, None), False
-    seg_q, seg_k = narrow(seg_q), narrow(seg_k)
+    seg_q, seg_k = alike(seg_q, seg_k)
     bounds = meeting(seg_k, seg_q, columns, rows) if turned else meeting(seg_q, seg_k, rows, columns)
     return (seg_q, seg_k, *bounds), True
 
@@ -118,7 +129,7 @@ def forward(
     o, lse = q.new_empty(b, s, h, f), q.new_empty(b, s, h, dtype=torch.float32)
     segments, packed = _segments(seg_q, seg_k, blocks["BM"], blocks["BN"], False)
     numbers, named = _call(q, k, v, shift, offset, causal, window, scale)
-    programs.forward[(-(-s // blocks["BM"]), b * h)](
+    programs.forward[(-(-s // blocks["BM"]) * b * h,)](
         q, k, v, o, lse, *segments, *numbers, **named, SEGMENTS=packed, **blocks
     )
     return o, lse
@@ -149,7 +160,7 @@ def backward(
     for what, kernel, results in (("q", programs.backward_q, (dq,)), ("kv", programs.backward_kv, (dk, dv))):
         blocks = _blocks(q, v, what)
         segments, packed = _segments(seg_q, seg_k, blocks["BM"], blocks["BN"], what == "kv")
-        grid = (-(-s // blocks["BM"]), b * h) if what == "q" else (-(-t // blocks["BN"]), b * kv)
+        grid = (-(-s // blocks["BM"]) * b * h if what == "q" else -(-t // blocks["BN"]) * b * kv,)
         kernel[grid](q, k, v, do, lse, delta, *results, *segments, *numbers, **named, SEGMENTS=packed, **blocks)
     return dq, dk, dv
 
@@ -159,4 +170,4 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, seg_q: Tensor | None, seg_k: Tensor | None,
     shift: Tensor | None, offset: int, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -221,6 +221,9 @@ def attention(
         raise ValueError("attention: kv_segments are given, segments are not; give both")
     if segments is not None:
         kv_segments = segments if kv_segments is None else kv_segments
+        for name, ids in (("segments", segments), ("kv_segments", kv_segments)):
+            if ids.dtype.is_floating_point or ids.dtype.is_complex:
+                raise TypeError(f"attention: {name} must be integers, given {ids.dtype}; convert them with .long()")
         check_shape("attention", "segments", segments, (b, s), "b and s of q")
         check_shape(
             "attention", "kv_segments", kv_segments, (b, t), "b and t of k; give it when it differs from segments"

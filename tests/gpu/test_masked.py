@@ -137,3 +137,56 @@ def test_the_primitive_takes_it():
     got = (o, lse, *attention_bwd_p.run()(q, k, v, o, lse, do, m.segments, m.kv_segments, **options))
     for a, b in zip(got, run(q, k, v, do, m), strict=True):
         assert torch.equal(a, b)
+
+
+FAR_IDS = [[2**40, 2**40 + 1, 2**33, -(2**63)], [-(2**40), -(2**31), 2**31, 2**63 - 1], [0, 2**32, 2**33, 1]]
+
+
+@pytest.mark.parametrize("ids", FAR_IDS, ids=str)
+def test_ids_beyond_int32_stay_apart(ids):
+    """Hashes of documents, say: which is which counts, not how large they are, nor their dtype."""
+    (q, k, v, do), m = problem((1, 256, 256, 4, 2, 64, 64), (True, None, None, 0), torch.bfloat16)
+    small = torch.arange(4, device="cuda").repeat_interleave(64)[None]
+    large = torch.tensor(ids, device="cuda").repeat_interleave(64)[None]
+    want = run(q, k, v, do, m._replace(segments=small, kv_segments=small))
+    for a, b in ((large, large), (small.to(torch.int8), small), (small.int(), small.to(torch.uint8))):
+        for x, y in zip(run(q, k, v, do, m._replace(segments=a, kv_segments=b)), want, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("window", [None, 9, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("shift", [0, 2**31 - 1, -(2**31), 2**40, -(2**40)])
+def test_windows_and_shifts_of_any_size(window, shift):
+    """Sums of positions must not leave int32."""
+    for at in (shift, torch.tensor(shift)):
+        (q, k, v, do), m = problem((1, 200, 150, 2, 1, 64, 64), (True, window, at, 0), torch.bfloat16)
+        o, lse = math_forward(q.double(), k.double(), v.double(), m)
+        want = (o, lse, *math_backward(q.double(), k.double(), v.double(), o, lse, do.double(), m))
+        for x, y in zip(run(q, k, v, do, m), want, strict=True):
+            x, y = (torch.nan_to_num(z.double(), neginf=0.0) for z in (x, y))
+            assert (x - y).norm() <= 1.5e-2 * y.norm() + 1e-12
+
+
+def test_more_heads_than_a_grid_is_high():
+    """Batch times heads may be beyond 65535."""
+    (q, k, v, do), m = problem((9000, 3, 5, 8, 8, 16, 16), (True, None, -1, 0), torch.bfloat16)
+    o, lse = math_forward(q.float(), k.float(), v.float(), m)
+    want = (o, lse, *math_backward(q.float(), k.float(), v.float(), o, lse, do.float(), m))
+    for x, y in zip(run(q, k, v, do, m), want, strict=True):
+        x, y = (torch.nan_to_num(z.double(), neginf=0.0) for z in (x, y))
+        assert (x - y).norm() <= 1.5e-2 * y.norm()
+
+
+def test_fakes_lie_as_results_do():
+    """What a compiler is told of the gradients' strides, where operands lie transposed."""
+    (q, k, v, do), m = problem((2, 64, 64, 4, 2, 64, 64), MASKS[0], torch.bfloat16)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    o, lse = masked.forward(q, k, v, m.segments, m.kv_segments, None, 0, True, 0, m.scale)
+    args = (q, k, v, o, lse, do, m.segments, m.kv_segments, None, 0, True, 0, m.scale)
+    torch.library.opcheck(masked.backward, args, test_utils="test_faketensor")
+
+
+def test_operands_of_two_dtypes_go_to_no_kernel():
+    q = normal(1, 64, 4, 64)
+    for causal in (True, False):
+        assert choice.kernel(q, q.float(), q, causal=causal, window=None, shift=None, segments=False) is None

@@ -239,3 +239,13 @@ def test_errors(change, message):
     q, k, v = _inputs(4, 4)
     with pytest.raises(ValueError, match=message):
         attention(**{"q": q, "k": k, "v": v, **change})
+
+
+def test_segments_are_integers():
+    q, k, v = _inputs(4, 4)
+    ids = torch.zeros(2, 4)
+    with pytest.raises(TypeError, match="attention: segments must be integers, given torch.float32"):
+        attention(q, k, v, segments=ids)
+    with pytest.raises(TypeError, match="attention: kv_segments must be integers"):
+        attention(q, k, v, segments=ids.bool(), kv_segments=ids)
+    assert torch.equal(attention(q, k, v, segments=ids.bool()), attention(q, k, v))
