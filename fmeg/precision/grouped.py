@@ -1,13 +1,19 @@
 """Products of quantised rows sorted by expert: `scaled_grouped` and `scaled_grouped_dw`.
 
-Their meaning is plain torch: multiply by the scales, then each expert's product in float32.
+Their meaning is plain torch: multiply by the scales, then each expert's product in float32. Where the hardware has such
+a product, for E4M3 and E5M2 with scales of all rows, an expert's, a row's, or DeepSeek-V3's blocks, a kernel computes
+it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from fmeg.kernels import rows_fp8
+from fmeg.ops._common import transformed
 from fmeg.ops.grouped import grouped_matmul_dw_p, grouped_matmul_p
 from fmeg.ops.routing import Routed
 from fmeg.precision.formats import Grid, dequantize
@@ -63,5 +69,81 @@ def _flops_dw(node: Node) -> int:
     return 2 * x.shape[0] * x.shape[1] * y.shape[1]
 
 
-scaled_grouped_p = Routed("scaled_grouped", _reference, flops=_flops, fake=_fake)
-scaled_grouped_dw_p = Routed("scaled_grouped_dw", _reference_dw, flops=_flops_dw, fake=_fake_dw)
+# -- Hopper -----------------------------------------------------------------------------------------------------------
+def _has(x: Tensor, y: Tensor, dtype: torch.dtype) -> bool:
+    """Whether this GPU multiplies such elements."""
+    fp8 = x.dtype in rows_fp8.FP8 and y.dtype in rows_fp8.FP8 and dtype != torch.float64
+    return fp8 and rows_fp8.fits(x) and not transformed() and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def multiplies(grids: tuple[Grid, Grid], transposed: bool) -> bool:
+    """Whether the kernel takes operands that are scaled so.
+
+    >>> multiplies(((1, 128), (1, 128, 128)), False), multiplies(((-1, 0), (1, 0, 0)), True)
+    (True, True)
+    >>> multiplies(((1, 32), (1, 32, 1)), False)
+    False
+    """
+    (share, width), (_, d, f) = grids
+    deep, wide = (f, d) if transposed else (d, f)
+    return rows_fp8.takes((share, width)) and width == deep and width != 1 and wide in (0, 1, rows_fp8.TALL)
+
+
+def multiplies_dw(grids: tuple[Grid, Grid]) -> bool:
+    """Likewise of the gradient of matrices.
+
+    >>> multiplies_dw(((128, 1), (128, 1))), multiplies_dw(((-1, 0), (-1, 1))), multiplies_dw(((32, 1), (32, 1)))
+    (True, True, False)
+    """
+    return grids[0][0] == grids[1][0] != 1 and all(rows_fp8.takes(g) for g in grids)
+
+
+def _default(
+    x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, ends: Tensor, grids: tuple[Grid, Grid], transposed: bool,
+    dtype: torch.dtype, fast: bool = False,
+) -> Tensor:  # fmt: skip
+    if not _has(x, w, dtype) or not multiplies(grids, transposed):
+        return _reference(x, sx, w, sw, ends, grids, transposed, dtype, fast)
+    widths = list(grids[1])
+    if not transposed:
+        w, sw, widths = w.transpose(1, 2), sw.transpose(1, 2), [widths[0], widths[2], widths[1]]
+    return rows_fp8.product(x, sx, w, sw, ends, list(grids[0]), widths, dtype, fast)
+
+
+def _default_dw(
+    x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, ends: Tensor, grids: tuple[Grid, Grid], dtype: torch.dtype,
+    places: Tensor | None = None, counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    if places is not None or not _has(x, y, dtype) or not multiplies_dw(grids):
+        return _reference_dw(x, sx, y, sy, ends, grids, dtype, places, counts)
+    return rows_fp8.product_dw(rows_fp8.turn(x, ends), sx, rows_fp8.turn(y, ends), sy, ends, grids[0][0], dtype)
+
+
+def _into_dw(node: Node) -> Callable[..., None] | None:
+    """What writes the gradient in float32 into given memory, where the kernel computes it."""
+    grids, dtype = node.args[5:7]
+    if dtype is not torch.float32 or len(node.operands()) != 5:
+        return None
+
+    def write(result: Tensor, x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, ends: Tensor, add: bool) -> None:
+        if _has(x, y, dtype) and multiplies_dw(grids):
+            turned = rows_fp8.turn(x, ends), rows_fp8.turn(y, ends)
+            rows_fp8.product_dw_into(result, turned[0], sx, turned[1], sy, ends, grids[0][0], add)
+            return
+        made = _reference_dw(x, sx, y, sy, ends, grids, dtype)
+        if add:
+            result.add_(made)
+        else:
+            result.copy_(made)
+
+    return write
+
+
+scaled_grouped_p = Routed("scaled_grouped", _reference, flops=_flops, fake=_fake, lowerings={"default": _default})
+scaled_grouped_dw_p = Routed(
+    "scaled_grouped_dw",
+    _reference_dw,
+    flops=_flops_dw,
+    fake=_fake_dw,
+    lowerings={"default": _default_dw, "into": _into_dw},
+)

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fmeg.ops._common import wide
+from fmeg.kernels import rows_fp8
+from fmeg.ops._common import transformed, wide
 from fmeg.ops.grouped import expert_of_rows
 from fmeg.ops.routing import Routed
 from fmeg.precision.formats import Format, Grid, blocked, round_e2m1, scales, spread
@@ -98,6 +99,31 @@ def _quantize(
     return v.to(format.dtype), s
 
 
+def fused(x: Tensor, grid: Grid, places: Tensor | None) -> bool:
+    """Whether a kernel does it: on CUDA, for the hardware's grids, of rows whose places are those in memory."""
+    return rows_fp8.fits(x) and rows_fp8.takes(grid) and places is None and not transformed()
+
+
+def _amax_default(
+    x: Tensor, ends: Tensor, grid: Grid, places: Tensor | None = None, counts: Tensor | None = None,
+    room: int | None = None,
+) -> Tensor:  # fmt: skip
+    if fused(x, grid, places):
+        return rows_fp8.amax(x, ends, *grid)
+    return _amax(x, ends, grid, places, counts, room)
+
+
+def _quantize_default(
+    x: Tensor, amax: Tensor, top: Tensor | None, ends: Tensor, grid: Grid, format: Format,
+    places: Tensor | None = None, counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not fused(x, grid, places) or format.element == "e2m1":
+        return _quantize(x, amax, top, ends, grid, format, places, counts)
+    s = scales(amax, format, top)
+    q = rows_fp8.quantize(x, torch.reciprocal(s), ends, *grid, format.dtype, format.largest, False)
+    return q[0], s
+
+
 def dequantize_rows(
     q: Shaped[Tensor, "rows d"],
     scale: Float[Tensor, "groups columns"],
@@ -139,5 +165,7 @@ def _flops(node: Node) -> int:
     return node.operands()[0].type.numel
 
 
-rows_amax_p = Routed("rows_amax", _amax, flops=_flops, fake=_amax_fake)
-rows_quantize_p = Routed("rows_quantize", _quantize, flops=_flops, fake=_quantize_fake)
+rows_amax_p = Routed("rows_amax", _amax, flops=_flops, fake=_amax_fake, lowerings={"default": _amax_default})
+rows_quantize_p = Routed(
+    "rows_quantize", _quantize, flops=_flops, fake=_quantize_fake, lowerings={"default": _quantize_default}
+)
