@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import prod
 from typing import Any
 
 from fmeg.program.errors import ShardingError
+from fmeg.sharding.value import local_size
 
 Entry = str | tuple[str, ...] | None
 DimAxes = tuple[tuple[str, ...], ...]
@@ -202,7 +202,8 @@ def at_rest(spec: Sequence[Entry], layout: Layout, view: str, sizes: Mapping[str
     changed = set()
     for axis in dict.fromkeys(a for on in axes.values() for a in on):
         dims = [d for d, on in axes.items() if axis in on]
-        keep = next((d for d in dims if shape[d] % prod(sizes.get(a, 1) for a in axes[d]) == 0), dims[0])
+        split = {d: tuple(a for a in axes[d] if sizes.get(a, 1) > 1) for d in dims}
+        keep = next((d for d in dims if local_size(shape[d], split[d], sizes) is not None), dims[0])
         for d in dims:
             if d != keep:
                 axes[d].remove(axis)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fmeg.mesh import Mesh
 from fmeg.ops.collectives import Collective
+from fmeg.pipeline.op import Pipeline
 from fmeg.program.autocast import off
+from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.structured import Accumulate, SplitRows
 from fmeg.program.trace import Traced
@@ -39,6 +41,7 @@ def partition(
     layered = [
         i for i, leaf in enumerate(edge) if of_layers(leaf) and at_rest.get(str(leaf.axes[0]), ()) == along != ()
     ]
+    _layers_rest_where_used(name, traced, edge, layout, sizes)
     stages, stacks = stored_stacks(traced.program, [leaf.path for leaf in edge], layered, layout.view("compute"), sizes)
     if stages is not None:
         sizes = Sizes(sizes, stages.axis, dict(stages.stored))
@@ -110,6 +113,21 @@ def _joinable(node: Node) -> bool:
         and len(node.outs) == 1
         and node.tags.get("reason") in _JOINED.get(node.op.name, ())
     )
+
+
+def _layers_rest_where_used(
+    name: str, traced: Traced, edge: Sequence[Leaf], layout: Layout, sizes: Mapping[str, int]
+) -> None:
+    """Raise ShardingError if a pipeline's layers rest elsewhere than on the axis of its stages."""
+    if not any(isinstance(n.op, Pipeline) for n in traced.program.nodes):
+        return
+    used, rest = layout.view("compute"), layout.view("params")
+    for axis in dict.fromkeys(str(leaf.axes[0]) for leaf in edge if of_layers(leaf)):
+        if any(a in sizes for a in used.get(axis, ())) and used[axis] != rest[axis]:
+            raise ShardingError(
+                f"jit({name}): the layout puts {axis!r} on {used[axis]}, and at rest on {rest[axis]}; a pipeline keeps "
+                f"layers on the axis of its stages. Leave {axis!r} out of params="
+            )
 
 
 def _blocks(program: Program) -> list[int]:

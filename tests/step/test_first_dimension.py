@@ -1,5 +1,7 @@
 """Overrides that put several dimensions of a tensor on one mesh axis: the first that it divides is sharded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ import fmeg
 from fmeg import Layout, Mesh, tree
 from fmeg.models import llama
 from fmeg.program.errors import ShardingError
-from fmeg.testing import verify
+from fmeg.testing import pipelines, verify
+from fmeg.testing.matrix import Case
 
 ALL = dict.fromkeys(("embed", "heads", "ff", "vocab"), "dp")
 
@@ -64,3 +67,28 @@ def test_two_steps_equal_one_device(mesh, layout):
     for g, w in zip(tree.leaves(got), tree.leaves(want), strict=True):
         g = g.global_value() if isinstance(g, fmeg.Array) else torch.as_tensor(g)
         assert torch.allclose(g, torch.as_tensor(w), rtol=1e-12, atol=1e-14)
+
+
+ON_STAGES = dict.fromkeys(("layers", "vocab", "embed", "ff"), "pp")
+
+
+@pytest.mark.parametrize("layout", [Layout(layers="pp", **{view: ON_STAGES}) for view in ("params", "grads", "opt")])
+def test_layers_stored_unevenly_are_the_first_dimension(layout):
+    """Seven layers on two stages: the pipeline stores them as four and four."""
+    case = pipelines.alone("1f1b", 2, 4, layers=7)
+    row = verify.check(replace(case, layout=layout), verify.config(verify.DEFAULT), steps=2)
+    assert row.ok, row.error
+
+
+def test_layers_of_a_pipeline_rest_on_its_axis():
+    case = pipelines.over(
+        Case("dp", Mesh(dp=2), Layout(batch="dp", params=dict(layers=("pp", "dp"), embed="dp"))), 2, "1f1b", 4
+    )
+    row = verify.check(case, verify.config(verify.DEFAULT), steps=1)
+    assert "'layers' on ('pp',), and at rest on ('pp', 'dp')" in row.error
+
+
+def test_axes_of_size_one_shard_nothing():
+    found = specs(Layout(batch="dp", params=dict(embed="dp", ff=("tp", "dp"), vocab=("tp", "dp"))), Mesh(dp=2, tp=1))
+    assert {n for names in found for n in names} == {"embed", "ff", "vocab"}
+    assert not any(specs(Layout(batch="dp", params=ALL), Mesh(dp=1)))
