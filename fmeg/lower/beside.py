@@ -150,6 +150,11 @@ def beside(program: Program, axes: Collection[str]) -> Program:
     return program
 
 
+def is_beside(node: Node) -> bool:
+    """Whether a node is one of both, or will be cut into Programs that may have them."""
+    return isinstance(node.op, Beside) or bool(getattr(node.op, "beside", ()))
+
+
 def _inside(program: Program, axes: Collection[str]) -> Program:
     """Operations that rewrite their own bodies, when they are cut up, are told."""
     return with_nodes(program, [_told(n, axes) if hasattr(n.op, "beside") else n for n in program.nodes])

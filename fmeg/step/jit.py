@@ -266,9 +266,9 @@ def jit(
     overlap   mesh axes, by name, whose gathers and reductions go on beside the products that read a gather or that a
               reduction sums: `overlap="tp"` where `res_seq="tp"`. Each rank's part is multiplied while others are
               copied from the memory of their GPUs (see fmeg.mesh.beside), which must be those of one host: an error
-              where they cannot be. It is said here and not in the layout, because nothing is placed otherwise; and axis
-              by axis and not for all processes, because another axis may span hosts. On virtual meshes and on CPUs the
-              same operations run one after the other
+              where they cannot be, and where there is nothing to hide. It is said here and not in the layout, because
+              nothing is placed otherwise; and axis by axis and not for all processes, because another axis may span
+              hosts. On virtual meshes and on CPUs the same operations run one after the other
 
     Arguments are global tensors or Arrays; results are Arrays. Anything else is static: it must be hashable, and
     another value is another trace; the logger "fmeg" says why a function is traced again, at level INFO. Inside a

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmeg import tree
-from fmeg.lower import beside, check_lowering, lower, vendor_kernels
+from fmeg.lower import beside, check_lowering, is_beside, lower, vendor_kernels
 from fmeg.mesh import Mesh
 from fmeg.pipeline.op import Storage, start_early
 from fmeg.program import autocast
@@ -59,9 +59,9 @@ class Lowered:
         axes = check_overlap("compile", overlap, self.mesh)
         program, backend = start_early(self.program), self.mesh.backend()
         if mode == "eager":
-            return Compiled(self, Executable(vendor_kernels(beside(program, axes), lowering), backend))
+            return Compiled(self, Executable(vendor_kernels(self._beside(program, axes), lowering), backend))
         into = self._reused() if backend.plain else {}
-        program = beside(lower(program, fused_fp8=lowering == "fp8"), axes)
+        program = self._beside(lower(program, fused_fp8=lowering == "fp8"), axes)
         program = vendor_kernels(program, lowering)
         executable = Executable(program, backend, mode=mode, into=into)
         if mode == "inductor":
@@ -76,6 +76,17 @@ class Lowered:
                 "use mode='inductor'"
             )
         return Compiled(self, executable, Graph(executable.run, executable.written))
+
+    def _beside(self, program: Program, axes: tuple[str, ...]) -> Program:
+        new = beside(program, axes)
+        if self.mesh.axis_size(axes) > 1 and not any(is_beside(n) for n, _, _ in walk(new)):
+            raise ValueError(
+                f"jit({self.name}): overlap names {', '.join(axes)}, but no product reads what is gathered along it, "
+                "and none is reduced and scattered along it. With tensor parallelism the layout must shard the "
+                "residual "
+                'stream too, as res_seq="tp"; or leave `overlap` out'
+            )
+        return new
 
     def _reused(self) -> dict[int, int]:
         """For results, the input that is given up and has the same type and placement: the first such, in order."""

@@ -364,6 +364,14 @@ def test_an_axis_that_does_not_exist():
         low.compile(overlap=["dp"])
 
 
+def test_an_axis_along_which_nothing_can_be_hidden():
+    state, batch = verify.problem(CFG)
+    layout = Layout(**{**TP, "res_seq": ()})
+    f = fmeg.jit(verify.make_step(CFG, verify.optimizer_under_test()), mesh=Mesh(tp=2), layout=layout, overlap="tp")
+    with pytest.raises(ValueError, match=r'jit\(step\): overlap names tp, but no product .* as res_seq="tp"'):
+        f(state, batch)
+
+
 def test_an_axis_of_one_rank():
     state, batch = verify.problem(CFG)
     one = verify.make_step(CFG, verify.optimizer_under_test())
