@@ -82,9 +82,12 @@ def quantize(
             )
             s = tl.load(inverse + at)
         low = tl.clamp(v * s, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-        low = tl.where(live, low, 0.0).to(q.dtype.element_ty)
-        tl.store(q + row.to(tl.int64)[:, None] * columns + col[None, :], low, mask=live)
+        low = tl.where(live, low, 0.0)
+        if q is not None:
+            at = row.to(tl.int64)[:, None] * columns + col[None, :]
+            tl.store(q + at, low.to(q.dtype.element_ty), mask=live)
         if turned is not None:
+            low = low.to(turned.dtype.element_ty)
             at = col.to(tl.int64)[:, None] * width + (tile * TALL + tl.arange(0, TALL))[None, :]
             tl.store(turned + at, tl.trans(low), mask=(col < columns)[:, None])
 

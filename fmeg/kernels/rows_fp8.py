@@ -103,34 +103,36 @@ def _(x: Tensor, ends: Tensor, share: int, width: int) -> Tensor:
 
 @torch.library.custom_op("fmeg::rows_fp8_quantize", mutates_args=())
 def quantize(
-    x: Tensor, inverse: Tensor, ends: Tensor, share: int, width: int, dtype: torch.dtype, largest: float, turned: bool
-) -> list[Tensor]:
-    """[x · inverse in `dtype`, and that turned, if asked for]; `inverse`: of the scales. Rows of no expert are not
-    written."""
+    x: Tensor, inverse: Tensor, ends: Tensor, share: int, width: int, dtype: torch.dtype, largest: float, lies: bool,
+    turned: bool,
+) -> list[Tensor]:  # fmt: skip
+    """x · inverse in `dtype`: as it lies, and turned, each if asked for; `inverse`: of the scales. Rows of no expert
+    are
+    not written."""
     x, (n, d), experts = _rows(x), x.shape, ends.shape[0]
-    out = _empty(x, ends, dtype, turned)
+    out = _empty(x, ends, dtype, lies, turned)
     wide = min(64, _power(d))
     with _on(x):
         if n and d:
             _programs().quantize[(_count(n, experts), -(-d // wide))](
-                x, inverse.contiguous(), ends, out[0], out[1] if turned else None, n, d, x.stride(0),
-                turned_width(n, experts), largest, SHARE=SHARES[share], WIDTH=width, TALL=TALL, WIDE=wide,
+                x, inverse.contiguous(), ends, out[0] if lies else None, out[-1] if turned else None, n, d,
+                x.stride(0), turned_width(n, experts), largest, SHARE=SHARES[share], WIDTH=width, TALL=TALL, WIDE=wide,
                 num_warps=8, **_experts(ends),
             )  # fmt: skip
     return out
 
 
-def _empty(x: Tensor, ends: Tensor, dtype: torch.dtype, turned: bool) -> list[Tensor]:
-    n, d = x.shape
-    more = [x.new_empty(d, turned_width(n, ends.shape[0]), dtype=dtype)] if turned else []
-    return [x.new_empty(n, d, dtype=dtype), *more]
+def _empty(x: Tensor, ends: Tensor, dtype: torch.dtype, lies: bool, turned: bool) -> list[Tensor]:
+    (n, d), width = x.shape, turned_width(x.shape[0], ends.shape[0])
+    return [x.new_empty(shape, dtype=dtype) for shape, asked in (((n, d), lies), ((d, width), turned)) if asked]
 
 
 @quantize.register_fake
 def _(
-    x: Tensor, inverse: Tensor, ends: Tensor, share: int, width: int, dtype: torch.dtype, largest: float, turned: bool
-) -> list[Tensor]:
-    return _empty(x, ends, dtype, turned)
+    x: Tensor, inverse: Tensor, ends: Tensor, share: int, width: int, dtype: torch.dtype, largest: float, lies: bool,
+    turned: bool,
+) -> list[Tensor]:  # fmt: skip
+    return _empty(x, ends, dtype, lies, turned)
 
 
 @torch.library.custom_op("fmeg::rows_fp8_turn", mutates_args=())

@@ -19,6 +19,7 @@ from fmeg.lower.rewrite import depends, in_order, uses, with_nodes
 from fmeg.ops._common import transformed
 from fmeg.ops.activations import swiglu_bwd_p, swiglu_p
 from fmeg.ops.grouped import grouped_matmul_p, row_dot_p, scale_rows_p
+from fmeg.precision.ragged import rows_quantize_p
 from fmeg.program.ir import Node, Program, TensorType, Value
 from fmeg.program.primitive import Primitive
 
@@ -186,7 +187,7 @@ def _backward(r: _Rewrite, n: Node) -> None:
 
 
 def _feeds_products(r: _Rewrite, v: Value) -> bool:
-    return any(n is not None and n.op is grouped_matmul_p for n in r.readers(v))
+    return any(n is not None and n.op in (grouped_matmul_p, rows_quantize_p) for n in r.readers(v))
 
 
 def _product_of_pair(r: _Rewrite, pair: Value, dgate: Value, dup: Value) -> None:

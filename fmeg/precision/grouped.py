@@ -70,7 +70,7 @@ def _flops_dw(node: Node) -> int:
 
 
 # -- Hopper -----------------------------------------------------------------------------------------------------------
-def _has(x: Tensor, y: Tensor, dtype: torch.dtype) -> bool:
+def multiplies_here(x: Tensor, y: Tensor, dtype: torch.dtype) -> bool:
     """Whether this GPU multiplies such elements."""
     fp8 = x.dtype in rows_fp8.FP8 and y.dtype in rows_fp8.FP8 and dtype != torch.float64
     return fp8 and rows_fp8.fits(x) and not transformed() and torch.cuda.get_device_capability(x.device) >= (8, 9)
@@ -102,7 +102,7 @@ def _default(
     x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, ends: Tensor, grids: tuple[Grid, Grid], transposed: bool,
     dtype: torch.dtype, fast: bool = False,
 ) -> Tensor:  # fmt: skip
-    if not _has(x, w, dtype) or not multiplies(grids, transposed):
+    if not multiplies_here(x, w, dtype) or not multiplies(grids, transposed):
         return _reference(x, sx, w, sw, ends, grids, transposed, dtype, fast)
     widths = list(grids[1])
     if not transposed:
@@ -114,7 +114,7 @@ def _default_dw(
     x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, ends: Tensor, grids: tuple[Grid, Grid], dtype: torch.dtype,
     places: Tensor | None = None, counts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if places is not None or not _has(x, y, dtype) or not multiplies_dw(grids):
+    if places is not None or not multiplies_here(x, y, dtype) or not multiplies_dw(grids):
         return _reference_dw(x, sx, y, sy, ends, grids, dtype, places, counts)
     return rows_fp8.product_dw(rows_fp8.turn(x, ends), sx, rows_fp8.turn(y, ends), sy, ends, grids[0][0], dtype)
 
@@ -126,7 +126,7 @@ def _into_dw(node: Node) -> Callable[..., None] | None:
         return None
 
     def write(result: Tensor, x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, ends: Tensor, add: bool) -> None:
-        if _has(x, y, dtype) and multiplies_dw(grids):
+        if multiplies_here(x, y, dtype) and multiplies_dw(grids):
             turned = rows_fp8.turn(x, ends), rows_fp8.turn(y, ends)
             rows_fp8.product_dw_into(result, turned[0], sx, turned[1], sy, ends, grids[0][0], add)
             return

@@ -120,7 +120,7 @@ def _quantize_default(
     if not fused(x, grid, places) or format.element == "e2m1":
         return _quantize(x, amax, top, ends, grid, format, places, counts)
     s = scales(amax, format, top)
-    q = rows_fp8.quantize(x, torch.reciprocal(s), ends, *grid, format.dtype, format.largest, False)
+    q = rows_fp8.quantize(x, torch.reciprocal(s), ends, *grid, format.dtype, format.largest, True, False)
     return q[0], s
 
 

@@ -75,11 +75,15 @@ def test_quantised_rows_bit_for_bit(name, case, d, f):
             assert torch.equal(top[of[:n]], want[of[:n]])
             q, s = _low(x, ends, grid, format)
             _poison()
-            got, turned = rows_fp8.quantize(x, torch.reciprocal(s), ends, *grid, format.dtype, format.largest, True)
+            got, turned = rows_fp8.quantize(
+                x, torch.reciprocal(s), ends, *grid, format.dtype, format.largest, True, True
+            )
             assert torch.equal(got[:n].view(torch.uint8), q[:n].view(torch.uint8))
+            (alone,) = rows_fp8.quantize(x, torch.reciprocal(s), ends, *grid, q.dtype, format.largest, False, True)
             _poison()
             again, tiles = rows_fp8.turn(got, ends), sum(-(-k // 128) for k in SIZES[case][0]) * 128
-            assert torch.equal(again[:, :tiles].view(torch.uint8), turned[:, :tiles].view(torch.uint8))
+            for t in (again, alone):
+                assert torch.equal(t[:, :tiles].view(torch.uint8), turned[:, :tiles].view(torch.uint8))
             first = 0
             for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False):
                 part = turned[:, first : first + -(-(end - start) // 128) * 128].float()
