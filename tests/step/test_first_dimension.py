@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmeg
-from fmeg import Layout, Mesh, tree
+from fmeg import Layout, Mesh, optim, tree
 from fmeg.models import llama
 from fmeg.program.errors import ShardingError
 from fmeg.testing import pipelines, verify
@@ -74,9 +74,9 @@ ON_STAGES = dict.fromkeys(("layers", "vocab", "embed", "ff"), "pp")
 
 @pytest.mark.parametrize("layout", [Layout(layers="pp", **{view: ON_STAGES}) for view in ("params", "grads", "opt")])
 def test_layers_stored_unevenly_are_the_first_dimension(layout):
-    """Seven layers on two stages: the pipeline stores them as four and four."""
-    case = pipelines.alone("1f1b", 2, 4, layers=7)
-    row = verify.check(replace(case, layout=layout), verify.config(verify.DEFAULT), steps=2)
+    """Three layers on two stages: the pipeline stores them as two and two."""
+    case = pipelines.alone("1f1b", 2, 2, layers=3, rows=4)
+    row = verify.check(replace(case, layout=layout), verify.config(verify.DEFAULT), steps=1)
     assert row.ok, row.error
 
 
@@ -92,3 +92,19 @@ def test_axes_of_size_one_shard_nothing():
     found = specs(Layout(batch="dp", params=dict(embed="dp", ff=("tp", "dp"), vocab=("tp", "dp"))), Mesh(dp=2, tp=1))
     assert {n for names in found for n in names} == {"embed", "ff", "vocab"}
     assert not any(specs(Layout(batch="dp", params=ALL), Mesh(dp=1)))
+
+
+@pytest.mark.parametrize("view", ["params", "opt"])
+def test_factored_moments_lie_as_their_parameter_does(view):
+    """So that nothing else moves than where one dimension alone is sharded; a vector of columns alone would be cut."""
+    cfg, opt = verify.config(verify.DEFAULT), optim.adafactor(1e-2, min_dim=4)
+    state = fmeg.TrainState.create(verify.make_params(cfg), opt, llama.logical_axes(cfg))
+    step, batch = verify.make_step(cfg, opt), verify.make_batch(cfg)
+    run = fmeg.jit(step, mesh=Mesh(dp=2), layout=Layout(batch="dp", **{view: ALL}), strict=True)
+    assert run.lower(state, batch).explain().executed()["all_gather"] == (7 if view == "params" else 1)
+    want, got = step(state, batch)[0], run(state, batch)[0]
+    for g, w in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        assert torch.allclose(g.global_value(), w, rtol=1e-10, atol=1e-13)
+    row, col = (m["layers"]["w_up"] for m in (got.opt.v_row, got.opt.v_col))
+    up = got.params["layers"]["w_up"] if view == "params" else got.opt.v_row["layers"]["w_up"]
+    assert [x.spec for x in (row, col)] == [((), ("dp",), ()), ((), (), ())] and up.spec[1:] == (("dp",), ())
