@@ -126,8 +126,8 @@ def layouts(
     view["vocab"] = grid.prefix(tensor, at("vocab"))
     if "seq" in have:
         view["res_seq"] = (*context, *grid.prefix(tensor, at("seq") // grid.count(context)))
-    rest = _at_rest(draw, grid, (*data, *context), have)
-    opt = _at_rest(draw, grid, (*data, *context), have) if not rest else {}
+    rest = _at_rest(draw, grid, (*data, *context), have, view)
+    opt = _at_rest(draw, grid, (*data, *context), have, view) if not rest else {}
     known = {*have, *(("res_seq",) if "seq" in have else ())}
     table = {k: v for k, v in view.items() if k in known and (v or draw(st.booleans()))}
     grid.axis("unused", 2)
@@ -135,10 +135,17 @@ def layouts(
     return mesh, Layout(**table, params=rest, opt=opt, attention=kind if context else "all_gather")
 
 
-def _at_rest(draw: st.DrawFn, grid: _Grid, axes: Axes, sizes: Mapping[str, int]) -> dict[str, Axes]:
-    """Where parameters or optimizer state lie: `embed` over some of `axes`, or nothing."""
+def _at_rest(
+    draw: st.DrawFn, grid: _Grid, axes: Axes, sizes: Mapping[str, int], view: Mapping[str, Axes]
+) -> dict[str, Axes]:
+    """Where parameters or optimizer state lie: `embed` over some of `axes`, or nothing; and, for the first of a
+    tensor's dimensions to be sharded, others over the same."""
     chosen: Axes = ()
     for axis in axes if "embed" in sizes else ():
         if sizes["embed"] % grid.count((*chosen, axis)) == 0 and draw(st.booleans()):
             chosen = (*chosen, axis)
-    return {"embed": chosen} if chosen else {}
+    if not chosen:
+        return {}
+    others = {name: (*view[name], *chosen) for name in ("vocab", "heads", "kv_heads", "ff") if name in sizes}
+    fit = {name: on for name, on in others.items() if sizes[name] % grid.count(on) == 0}
+    return {"embed": chosen, **{name: on for name, on in fit.items() if draw(st.booleans())}}

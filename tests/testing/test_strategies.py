@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fmeg import Array, Layout, Mesh
 from fmeg.models import llama
-from fmeg.sharding.spec import resolve
+from fmeg.sharding.spec import at_rest, resolve
 from fmeg.testing import layouts, meshes, specs
 from fmeg.testing.strategies import SIZES
 from fmeg.testing.verify import config
@@ -52,8 +52,10 @@ def test_layouts_fit_every_tensor_of_a_model(pair, view):
     activations = ["batch seq", "batch res_seq embed", "batch seq heads head_dim", "batch seq vocab"]
     for text in parameters + (activations if view == "compute" else []):
         names = text.split()
-        for name, axes in zip(names, resolve(names, layout.view(view), mesh.sizes), strict=True):
-            assert {**SIZES, "res_seq": SIZES["seq"], "layers": 2}[name] % mesh.axis_size(axes) == 0
+        shape = [{**SIZES, "res_seq": SIZES["seq"], "layers": 2}[name] for name in names]
+        spec = names if view == "compute" else at_rest(names, layout, view, mesh.sizes, shape)
+        for n, axes in zip(shape, resolve(spec, layout.view(view), mesh.sizes), strict=True):
+            assert n % mesh.axis_size(axes) == 0
 
 
 def _strings(tree):
@@ -69,6 +71,9 @@ WANTED = {
     "hsdp": lambda m, p: len(compute(p, "batch")) == 2 and dict(p.params) == {"embed": ("dp",)} and m.size == 4,
     "zero1": lambda m, p: dict(p.opt) == {"embed": ("dp",)} and m.sizes["dp"] == 2,
     "zero3 over data and context": lambda m, p: dict(p.params) == {"embed": ("dp", "cp")} and m.size == 4,
+    "several dimensions at rest": lambda m, p: (
+        {k: v[-1] for k, v in p.params if m.sizes["dp"] == 2} == dict.fromkeys(("embed", "heads", "ff"), "dp")
+    ),
     "split heads": lambda m, p: (
         (compute(p, "heads"), compute(p, "kv_heads")) == (("tp", "tr"), ("tp",)) and m.size == 4
     ),
