@@ -119,7 +119,8 @@ def weigh_bwd(
     d, k = ct.shape[1], weights.shape[1]
     out_rows = rows.shape[0] if out_rows is None else out_rows
     ct, rows, weights = ct.contiguous(), rows.contiguous(), weights.contiguous()
-    drows, dweights = rows.new_empty(out_rows, d), torch.empty_like(weights)
+    every = order.shape[0] == weights.numel()  # else slots that `order` leaves out have no row
+    drows, dweights = rows.new_empty(out_rows, d), torch.empty_like(weights) if every else torch.zeros_like(weights)
     programs = max(out_rows, order.shape[0])
     if programs:
         with on(rows):

@@ -86,7 +86,9 @@ class Backend(Protocol):
         """Send x from member src to member dst for each (src, dst); members that receive nothing get zeros."""
         ...
 
-    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+    def exchange_rows(
+        self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
+    ) -> Value:
         """Rows of x, unequal numbers of them, to the members and from them (see `fmeg.ops.collectives`)."""
         ...
 

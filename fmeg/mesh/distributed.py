@@ -223,7 +223,9 @@ class DistributedBackend:
             moves.append(dist.P2POp(dist.isend, x, group.ranks[target[me]], pg))
         return waiting(dist.batch_isend_irecv(moves) if moves and x.numel() else [], out, x)
 
-    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+    def exchange_rows(
+        self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
+    ) -> Value:
         group, (send, receive) = self.group(axes), sent_and_received(table, back)
         x = x[: sum(send)]
         out = x.new_empty((max(rows, sum(receive)) if back else sum(receive)), *x.shape[1:])

@@ -116,7 +116,9 @@ class LoopBackend:
 
         return self._to_each([x], axes, permute, skip_one=False)[0]
 
-    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+    def exchange_rows(
+        self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
+    ) -> Value:
         mask = self._least | self.varies(x) | self.varies(table)
         n = len(self.index.representatives(mask))
         plan = self.index.table(mask, axes)

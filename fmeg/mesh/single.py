@@ -59,7 +59,9 @@ class SingleBackend:
         self.mesh.axis_size(axes)
         return x if checks.permutation(perm, axes, 1) else torch.zeros_like(x)
 
-    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+    def exchange_rows(
+        self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
+    ) -> Value:
         self.mesh.axis_size(axes)
         return padded(x[: sum(sent_and_received(table, back)[0])], rows if back else None)
 

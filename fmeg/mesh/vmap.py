@@ -140,9 +140,12 @@ class VmapBackend:
             moved[:, list(source)] = t[:, list(source.values())]
         return self._back(moved, rest, axes)
 
-    def exchange_rows(self, x: Value, table: Value, axes: Axes, back: bool, rows: int) -> Value:
+    def exchange_rows(
+        self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
+    ) -> Value:
         n = self.mesh.axis_size(axes)
-        width = _shape(x)[0] // n if back else _shape(x)[0]  # that many may go to one member
+        if width is None:
+            width = _shape(x)[0] // n if back else _shape(x)[0]
         counts = self.call(sent_and_received_tensors, (table, back))
         out = self.call(spread, (x, counts[0], width))
         [out] = self.all_to_all([out], axes, [0], [0])

@@ -60,7 +60,7 @@ REDUCE_SCATTER = Collective("reduce_scatter")  # (xs, axes, dims)
 ALL_TO_ALL = Collective("all_to_all")  # (xs, axes, split_dims, concat_dims)
 PPERMUTE = Collective("ppermute")  # (xs, axes, perm)
 AXIS_INDEX = Collective("axis_index")  # ([], axes)
-EXCHANGE_ROWS = Collective("exchange_rows")  # ([x, table], axes, back, rows)
+EXCHANGE_ROWS = Collective("exchange_rows")  # ([x, table], axes, back, rows, width)
 
 
 def group_size(axes: Axes, sizes: dict[str, int]) -> int:
@@ -150,7 +150,9 @@ def ppermute(x: torch.Tensor, axes: Axes, perm: Sequence[tuple[int, int]]) -> to
     return _record(PPERMUTE, [x], axes, (tuple(map(tuple, perm)),), [()])[0]
 
 
-def exchange_rows(x: torch.Tensor, table: torch.Tensor, axes: Axes, *, back: bool, rows: int) -> torch.Tensor:
+def exchange_rows(
+    x: torch.Tensor, table: torch.Tensor, axes: Axes, *, back: bool, rows: int, width: int | None = None
+) -> torch.Tensor:
     """Send rows to the members of the group, as many to each as `table` says; what arrives lies member after member.
 
     table  [members, 1 + …] on the host: column 0, the rows that this rank sends to each member; the others add up to
@@ -159,8 +161,11 @@ def exchange_rows(x: torch.Tensor, table: torch.Tensor, axes: Axes, *, back: boo
     rows   back: there are so many in the result, zeros after those that arrived. Else as many as arrive, which is known
            only then, and `rows` stands for it in the Program; where shapes may not depend on data (vmap), as many as
            can arrive, zeros after those that did
+    width  no more than so many go from one rank to another, if that is known; else as many as x has
+
+    Over no axes, the first rows of x: as many as the table says.
     """
-    return _record(EXCHANGE_ROWS, [x, table], axes, (back, rows), [(rows,)])[0]
+    return _record(EXCHANGE_ROWS, [x, table], axes, (back, rows, width), [(rows,)])[0]
 
 
 def axis_index(axes: Axes) -> torch.Tensor:

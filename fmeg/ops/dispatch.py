@@ -92,7 +92,8 @@ def dispatch(
     rows that no slot needs are 0. See `route` for the other arguments, `combine` for the way back.
 
     On a mesh, `Layout(experts=…)` alone makes this expert parallel, over any mesh axes, those that shard tokens
-    included; `Layout(dispatch="all_to_all")` sends each row to its expert, "all_gather" every token to every rank.
+    included; `Layout(dispatch="all_to_all")` sends a token once to each rank that has some of its experts, "all_gather"
+    to every rank.
 
     >>> rows, routing = dispatch(torch.tensor([[1.0], [2.0]]), torch.tensor([[1], [0]]), experts=2)
     >>> rows.flatten().tolist(), routing.ends.tolist()
@@ -121,7 +122,8 @@ def combine(
 ) -> Float[Tensor, "*tokens d"]:
     """Add up each token's rows: out[t] = Σ_j weights[t, j] rows[row of slot (t, j)].
 
-    Sums are in float32 (float64 for float64), slots in their order; the result has the rows' dtype. Without `weights`
+    Sums are in float32 (float64 for float64), slots in their order; the result has the rows' dtype. On a mesh, ranks
+    add up what is theirs, then their sums, in that dtype, are added in the order of ranks. Without `weights`
     they are 1: give them here, or to the rows before the last product (`dispatch_weights`, `scale_rows`), which keeps
     less memory for the backward pass.
 

@@ -52,6 +52,15 @@ def _slots(rows: Tensor, inverse: Tensor, total: Tensor | None) -> Tensor:
     return torch.where((inverse < total)[:, None], out, 0.0)
 
 
+def slots(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor | None, k: int) -> Tensor:
+    """[t, k, d]: the row of each slot; 0 for those that have none.
+
+    >>> slots(torch.tensor([[2.0], [1.0]]), torch.tensor([1, 0]), torch.tensor(1), k=2).tolist()
+    [[[0.0], [2.0]]]
+    """
+    return _slots(rows, inverse, total).unflatten(0, (inverse.shape[0] // k, k))
+
+
 def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor | None, k: int) -> Tensor:
     """out[t] = Σ_j rows[inverse[t·k + j]], slots in their order, those whose row is not below total left out.
 
@@ -60,10 +69,10 @@ def unpack(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor 
     """
     if _fused(rows) and rows.shape[1] >= NARROW:
         return experts.weigh(rows, inverse, total, None, k)
-    slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
-    out = slots[:, 0]
+    each = wide(slots(rows, inverse, total, k))
+    out = each[:, 0]
     for j in range(1, k):
-        out = out + slots[:, j]
+        out = out + each[:, j]
     return out.to(rows.dtype)
 
 
@@ -72,11 +81,11 @@ def weigh(rows: Float[Tensor, "n d"], inverse: Int[Tensor, "s"], total: Tensor |
     k = weights.shape[1]
     if _fused(rows, weights):
         return experts.weigh(rows, inverse, total, weights, k)
-    slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
-    w = weights.to(slots.dtype)
-    out = slots[:, 0] * w[:, :1]
+    each = wide(slots(rows, inverse, total, k))
+    w = weights.to(each.dtype)
+    out = each[:, 0] * w[:, :1]
     for j in range(1, k):
-        out = out + slots[:, j] * w[:, j : j + 1]
+        out = out + each[:, j] * w[:, j : j + 1]
     return out.to(rows.dtype)
 
 
@@ -89,13 +98,13 @@ def weigh_bwd(
     weights: Float[Tensor, "t k"],
     out_rows: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of `weigh`'s rows (packed, `out_rows` of them, or as many as there are) and weights."""
+    """Cotangents of `weigh`'s rows (packed, `out_rows` of them, or as many as there are) and weights. `order` may end
+    where slots without a row begin."""
     k = weights.shape[1]
     if _fused(ct, rows, weights):
         return experts.weigh_bwd(ct, rows, order, total, weights, out_rows)
     wide_ct = wide(ct)
-    slots = wide(_slots(rows, inverse, total)).unflatten(0, (inverse.shape[0] // k, k))
-    dweights = (slots * wide_ct[:, None]).sum(-1).to(weights.dtype)
+    dweights = (wide(slots(rows, inverse, total, k)) * wide_ct[:, None]).sum(-1).to(weights.dtype)
     w = weights.reshape(-1, 1).to(wide_ct.dtype).index_select(0, order)
     drows = (wide_ct.index_select(0, order // k) * w).to(rows.dtype)
     if out_rows is None:
@@ -104,6 +113,7 @@ def weigh_bwd(
 
 
 pack_p = Primitive("pack_rows", pack, flops=lambda n: 0)
+slots_p = Primitive("slot_rows", slots, flops=lambda n: 0)
 unpack_p = Primitive("unpack_rows", unpack, flops=lambda n: n.operands()[0].type.numel)
 weigh_p = Primitive("weigh_rows", weigh, flops=lambda n: 2 * n.operands()[0].type.numel)
 weigh_bwd_p = Primitive("weigh_rows_bwd", weigh_bwd, flops=lambda n: 3 * n.operands()[0].type.numel)

@@ -35,7 +35,7 @@ _COLLECTIVES = {
     "reduce_scatter": ("dims",),
     "all_to_all": ("split", "concat"),
     "ppermute": ("perm",),
-    "exchange_rows": ("back", "rows"),
+    "exchange_rows": ("back", "rows", "width"),
     "axis_index": (),
     "local_slice": ("dims",),
 }

@@ -3,8 +3,10 @@
 Bytes are those that one rank receives in one call, by the best known algorithms, with n ranks in the group and b bytes
 of input on a rank (the prices by which placements are chosen, see fmeg.sharding.reshard):
 
-    all_gather (n-1)·b    reduce_scatter, all_to_all, exchange_rows (of even shares) (n-1)/n·b    all_reduce 2(n-1)/n·b
-    ppermute b
+    all_gather (n-1)·b    reduce_scatter, all_to_all (n-1)/n·b    all_reduce 2(n-1)/n·b    ppermute b
+
+How many rows an exchange_rows sends is known only as it runs: b is of the rows with the experts, whose number is taken
+to be that of choices spread evenly, and (n-1)/n·b come from other ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _SHARE = {
     ALL_TO_ALL: lambda n: (n - 1, n),
     ALL_REDUCE: lambda n: (2 * (n - 1), n),
     PPERMUTE: lambda n: (1, 1),
-    EXCHANGE_ROWS: lambda n: (n - 1, n),  # of evenly spread rows
+    EXCHANGE_ROWS: lambda n: (n - 1, n),
 }
 
 
@@ -214,8 +216,17 @@ def received(op: Collective, nbytes: int, n: int) -> int:
 
 def explain(program: Program, mesh: Mesh) -> Explanation:
     """Every collective of a local Program, those in the bodies of loops included."""
-    rows = [_row(node, times, path, mesh) for node, times, path in walk(program) if node.op in _SHARE]
+    rows = [_row(node, times, path, mesh) for node, times, path in walk(program) if _moves(node)]
     return Explanation(tuple(rows))
+
+
+def _moves(node: Node) -> bool:
+    return node.op in _SHARE and bool(node.args[1])
+
+
+def _arrives(node: Node) -> bool:
+    """Whether the rows of an exchange with the experts are its results."""
+    return node.op is EXCHANGE_ROWS and not node.args[2]
 
 
 def _row(node: Node, times: int, path: tuple[str, ...], mesh: Mesh) -> Row:
@@ -228,7 +239,7 @@ def _row(node: Node, times: int, path: tuple[str, ...], mesh: Mesh) -> Row:
         group=n,
         count=times,
         tensors=len(xs),
-        nbytes=sum(received(node.op, v.type.nbytes, n) for v in xs),
+        nbytes=sum(received(node.op, v.type.nbytes, n) for v in (node.outs if _arrives(node) else xs)),
         values=tuple(f"{_type(x)} -> {_type(y)}" for x, y in zip(xs, node.outs, strict=True)),
         sources=tuple(filter(None, node.tags.get("sources", (node.source,)))),
         path=path,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, Collective
+from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, EXCHANGE_ROWS, Collective
 from fmeg.ops.remat import Policy
 from fmeg.ops.shard import name_p
 from fmeg.program.cost import node_bytes
@@ -51,9 +51,14 @@ def _is_view(op: Any) -> bool:
     return any(r.alias_info is not None for r in op._schema.returns) or op is aten._unsafe_view.default
 
 
+def _keeps(node: Node) -> bool:
+    """Whether results are small and kept even inside a remat region: those of a routing."""
+    return (isinstance(node.op, Primitive) and node.op.keep) or (node.op is EXCHANGE_ROWS and not node.args[1])
+
+
 def _forced(node: Node) -> bool:
     region = node.tags.get("remat")
-    if region is None or (isinstance(node.op, Primitive) and node.op.keep):
+    if region is None or _keeps(node):
         return False
     policy: Policy = region[1]
     if policy.kind in ("none", *CHOSEN):
@@ -217,7 +222,7 @@ def _cut(joint: Program, forward: list[Node], choice: _Choice, wanted: list[Valu
 
     def fixed(n: Node) -> bool:
         """Never done again."""
-        return _is_structured(n) or id(n) in choice.named or (isinstance(n.op, Primitive) and n.op.keep)
+        return _is_structured(n) or id(n) in choice.named or _keeps(n)
 
     def free(n: Node) -> bool:
         return _forced(n) or id(n) in choice.regather or not n.operands()

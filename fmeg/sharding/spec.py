@@ -65,9 +65,10 @@ class Layout:
     the first of them that it divides is sharded. Outermost dimensions are gathered without a copy.
 
     attention  how attention meets a sharded sequence: "all_gather" (of K and V), "ring" or "ulysses"
-    dispatch   how rows reach their experts: "all_to_all" (each its own rank) or "all_gather" (of all tokens)
-    dispatch_bound  b: a rank has room for b times an even share of rows for each other rank, and no size is read by the
-               host, as CUDA graphs need it; where rows do not fit, the results are NaN. None: as much as it takes
+    dispatch   how tokens reach their experts: "all_to_all" (once to each rank that has some) or "all_gather" (to all)
+    dispatch_bound  b: a rank has room for b times an even share of rows, one for each expert of a token, and for as
+               many tokens from each other rank as that are rows, or all of its tokens. No size is read by the host, as
+               CUDA graphs need it; where they do not fit, the results are NaN. None: as much as it takes
     axes       the compute view
 
     >>> Layout(batch="dp", heads="tp", params=dict(embed="dp")).view("params")["embed"]

@@ -106,7 +106,7 @@ def mutants(program: Program, mesh: Mesh) -> Iterator[Mutant]:
     for node in program.nodes:
         if (loop := loop_of(node)) is not None:
             yield from mutants(loop.body, mesh)
-        if node.op not in EXCHANGES:
+        if node.op not in EXCHANGES or not node.args[1]:
             continue
         for index, out in enumerate(node.outs):
             yield Mutant(program, node, index, "drop", ())
@@ -183,16 +183,16 @@ def _replacement(m: Mutant, mesh: Mesh, given: Value, real: Value, t: TensorType
 
 def _other_rows(m: Mutant, real: Value) -> list[Node]:
     """As `_replacement`, for an exchange of rows."""
-    (x, table), axes, back, rows = m.node.args
+    (x, table), axes, *rest = m.node.args
     if m.kind in ("axis", "order"):
-        return [Node(EXCHANGE_ROWS, ([x, table], m.axes, back, rows), {})]
+        return [Node(EXCHANGE_ROWS, ([x, table], m.axes, *rest), {})]
     if m.kind == "twice":
         return [Node(_doubled, (real,), {})]
     if m.kind == "drop":
-        return [Node(_own_rows, (x, table, back, rows), {})]
+        return [Node(_own_rows, (x, table, *rest[:2]), {})]
     turned = Node(_turned, (table,), {})
     turned.outs = (Value(table.type, turned),)
-    return [turned, Node(EXCHANGE_ROWS, ([x, turned.outs[0]], axes, back, rows), {})]
+    return [turned, Node(EXCHANGE_ROWS, ([x, turned.outs[0]], axes, *rest), {})]
 
 
 def _own_rows(x: Tensor, table: Tensor, back: bool, rows: int) -> Tensor:

@@ -153,7 +153,8 @@ def _moves(lowered):
 
 
 def test_two_wide_exchanges_each_way():
-    """In a layer: rows there and back, and their cotangents; one table of counts, one read of it by the host."""
+    """In a layer: tokens there and back, and their cotangents; weights there, their cotangents back; choices gathered
+    once, one read of sizes by the host."""
     mesh, layout = LAYOUTS["ep=dp"]
     lowered = _lowered(mesh, layout, layers=3)
     assert {k: n for k, n in _moves(lowered).items() if k[0] == "exchange_rows"} == {
@@ -162,9 +163,9 @@ def test_two_wide_exchanges_each_way():
     }
     nodes = [n for n, _, _ in walk(lowered.program)]
     assert sum(n.opname == "to_host" for n in nodes) == 1
-    assert sum(n.opname == "sort_slots" for n in nodes) == 1
+    assert [sum(n.opname == name for n in nodes) for name in ("depart", "arrive", "sort_slots")] == [1, 1, 0]
     rows = lowered.explain().select(kind="exchange_rows")
-    assert sum(r.count for r in rows.rows) == 4 * 3 and all(r.owed for r in rows.rows)
+    assert sum(r.count for r in rows.rows) == 6 * 3 and all(r.owed for r in rows.rows)
 
 
 def test_gathered_tokens():
@@ -186,7 +187,8 @@ def test_recomputed():
     mesh, layout = LAYOUTS["ep=dp+cp"]
     lowered = _lowered(mesh, layout, fn, layers=2)
     nodes = [n for n, _, _ in walk(lowered.program)]
-    assert sum(n.opname == "to_host" for n in nodes) == sum(n.opname == "sort_slots" for n in nodes) == 1
+    assert all(sum(n.opname == name for n in nodes) == 1 for name in ("to_host", "depart", "arrive"))
+    assert sum(n.opname == "exchange_rows" and not n.args[1] for n in nodes) == 2
     _check(mesh, layout, dict(layers=2), fn=lambda p, b, _: fn(p, b))
 
 

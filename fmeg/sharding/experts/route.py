@@ -12,8 +12,8 @@ from fmeg.ops import collectives
 from fmeg.ops.routing import sort_slots_p
 from fmeg.program.errors import ShardingError
 from fmeg.program.ir import Node
-from fmeg.sharding.experts.counts import from_blocks_p, row_ends_p, row_table_p, to_host_p
-from fmeg.sharding.experts.wire import Opaque, Wire, flat, minus, record
+from fmeg.sharding.experts.copies import arrive_p, depart_p, even_copies, size_table_p, to_host_p
+from fmeg.sharding.experts.wire import Opaque, Wire, flat, minus, record, share
 from fmeg.sharding.partition import Partitioner
 from fmeg.sharding.spec import resolve
 from fmeg.sharding.value import Placement, count
@@ -36,8 +36,9 @@ def route(part: Partitioner, node: Node) -> None:
     shared = tuple(a for a in axes if a not in exchanged)
     tokens = minus(given, shared)
     rows = (*axes, *(a for a in flat(tokens) if a not in axes))
-    wire = Wire(node, axes, exchanged, shared, given, tokens, rows)
-    slots, parts = indices.type.numel, count(rows, ctx.sizes)
+    slots, k, parts = indices.type.numel, indices.shape[-1], count(rows, ctx.sizes)
+    here, members = slots // k // count(flat(tokens), ctx.sizes), count(exchanged, ctx.sizes)
+    wire = Wire(node, axes, exchanged, shared, given, tokens, rows, k, here, members)
     total = -(-slots // experts) * experts
     if total % parts:
         raise ShardingError(
@@ -46,25 +47,26 @@ def route(part: Partitioner, node: Node) -> None:
         )
     bound = ctx.options.get("dispatch_bound")
     if bound is not None and axes:
-        here = slots // count(flat(tokens), ctx.sizes)
-        wire.width = min(here, ceil(bound * here / n))
+        most = min(here * k, ceil(bound * here * k / n))
+        wire.width, wire.room = min(here, most), members * most
+    wire.arrivals = even_copies(here, k, experts // n, members) if wire.width is None else members * wire.width
     target = Placement((*tokens, ()))
     args = (part.get(placed, target, "rule"), None if keep is None else part.get(part.placed(keep), target, "rule"))
 
     def local(indices: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
-        return _local_route(indices, keep, experts, wire, ctx.sizes)
+        found = _places(indices, keep, experts, wire, ctx.sizes)
+        return _local_route(*found, wire, share(part, wire, total))
 
     wire.locals_ = record(part, local, args, {})
     for v, name in zip(node.outs, ("order", "inverse", "ends"), strict=True):
         part.env[id(v)] = Opaque(wire, wire.locals_[name])  # type: ignore[assignment]
 
 
-def _local_route(indices: Tensor, keep: Tensor | None, experts: int, wire: Wire, sizes: Any) -> dict[str, Tensor]:
-    """On a rank: the local values of a `Wire` by name, but those that are known once rows arrive."""
+def _places(indices: Tensor, keep: Tensor | None, experts: int, wire: Wire, sizes: Any) -> tuple[Tensor, int, bool]:
+    """(the place of each slot, see `copies`; experts of a member; whether a slot may go nowhere)."""
     ids = indices.reshape(-1)
     mine = None if keep is None else keep.reshape(-1)
     each = experts // count(wire.experts, sizes)
-    members = count(wire.exchanged, sizes)
     if wire.shared:
         owner, member = ids // each, torch.zeros_like(ids)
         stride = count(wire.experts, sizes)
@@ -78,21 +80,37 @@ def _local_route(indices: Tensor, keep: Tensor | None, experts: int, wire: Wire,
                 mine = here if mine is None else mine & here
         ids = member * each + ids % each
     if mine is not None:
-        ids = torch.where(mine, ids, members * each)
-    order, inverse, counts = sort_slots_p(ids, members * each)
-    out = {"order": order, "inverse": inverse}
-    if mine is not None:
-        out["total"] = counts.sum()
-    if not wire.experts:
-        return out | {"ends": counts.cumsum(0).to(torch.int32)}
-    counts = counts.unsqueeze(0)
+        ids = torch.where(mine, ids, wire.members * each)
+    return ids, each, mine is not None
+
+
+def _local_route(places: Tensor, each: int, partly: bool, wire: Wire, rows: int) -> dict[str, Tensor]:
+    """On a rank: the local values of a `Wire` by name."""
+    out: dict[str, Tensor] = {}
     if wire.exchanged:
-        table = row_table_p(collectives.all_gather(counts, wire.exchanged, 0), collectives.axis_index(wire.exchanged))
+        mine = places.view(wire.here, wire.k)
+        out["out"], out["out_inverse"], sent = depart_p(mine, each, wire.members)
+        small = torch.int16 if wire.members * each < 2**15 else torch.int32
+        every = collectives.all_gather(mine.to(small), wire.exchanged, 0)
+        me = collectives.axis_index(wire.exchanged)
+        out["order"], out["inverse"], counts, received = arrive_p(every, me, each, wire.members, wire.width)
+        out |= {"sent": sent, "out_total": sent.sum()}
+        table = None if wire.room is not None else size_table_p(sent, received, counts, wire.k)
     else:
-        table = row_table_p(counts, torch.zeros((), dtype=torch.int64))
-    if wire.width is not None:
-        to_expert, to_arrival = from_blocks_p(table, wire.width)
-        placed = {"to_expert": to_expert, "to_arrival": to_arrival}
-    else:
-        placed = {"host": to_host_p(table)}
-    return out | placed | {"table": table, "ends": row_ends_p(table, wire.width)}
+        out["order"], out["inverse"], counts = sort_slots_p(places, wire.members * each)
+        table = None if wire.room is not None else counts.sum().reshape(1, 1).expand(1, 2)
+    ends = counts.cumsum(0)
+    if wire.room is not None:
+        out["order"], ends = out["order"][: wire.room], ends.clamp(max=wire.room)
+    elif wire.experts:
+        assert table is not None
+        host = to_host_p(table)
+        sizes = host[wire.members :] if wire.exchanged else host
+        out["order"] = collectives.exchange_rows(out["order"], sizes[:1], (), back=False, rows=rows)
+        if wire.exchanged:
+            slots = wire.arrivals * wire.k
+            out["inverse"] = collectives.exchange_rows(out["inverse"], sizes[1:], (), back=False, rows=slots)
+            out["host"] = host[: wire.members]
+    if wire.experts or partly:
+        out["total"] = counts.sum()
+    return out | {"ends": ends.to(torch.int32)}

@@ -1,75 +1,73 @@
-"""Partitioning of what moves tokens to rows and back: dispatch, collect, combine and its gradient."""
+"""Partitioning of what moves tokens to rows and back: dispatch, collect, combine and its gradient.
+
+token      sent once to each rank that has some of its experts
+rows       made by that rank, one for each of these experts
+partial    sum of their results, made by that rank, sent back
+sum        of the partial sums, in the order of ranks
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor
 
 from fmeg.mesh import rows as rows_
 from fmeg.ops import collectives
-from fmeg.ops.pack import pack_p, unpack_p, weigh_bwd_p, weigh_p
+from fmeg.ops.pack import pack_p, slots_p, unpack_p, weigh_bwd_p, weigh_p
 from fmeg.program.ir import Node, Value
 from fmeg.program.primitive import Primitive
-from fmeg.sharding.experts.counts import by_expert_p
-from fmeg.sharding.experts.wire import DimAxes, Opaque, Wire, record, rows_at, settle, share, tokens_at, wire_of
+from fmeg.sharding.experts.wire import Opaque, Wire, record, rows_at, settle, share, tokens_at, wire_of
 from fmeg.sharding.partition import Partitioner
 from fmeg.sharding.value import Placement
 
 spread_p = Primitive("spread_rows", rows_.spread, flops=lambda n: 0)
 gathered_p = Primitive("gather_rows", rows_.gathered, flops=lambda n: 0)
+_WIRE = ("out", "out_inverse", "out_total", "sent", "host")
 
 
-def _to_rows(part: Partitioner, wire: Wire, v: Value, packed: Value, pending: frozenset[str], features: Any) -> None:
-    """Rows packed by their order, sent to their experts unless they are there; `v` becomes them."""
-    rows = share(part, wire, v.shape[0])
-
-    def local(packed: Tensor, host: Tensor, table: Tensor, to_expert: Tensor | None = None) -> dict[str, Tensor]:
-        out = collectives.exchange_rows(packed, host, wire.exchanged, back=False, rows=rows)
-        if to_expert is not None:
-            return {"rows": out.index_select(0, to_expert)}
-        to_expert, to_arrival = by_expert_p(out, table)
-        return {"rows": out.index_select(0, to_expert), "to_expert": to_expert, "to_arrival": to_arrival}
-
-    def bounded(packed: Tensor, table: Tensor, to_expert: Tensor) -> dict[str, Tensor]:
-        out = spread_p(packed, table[:, 0], wire.width)
-        if wire.exchanged:
-            out = collectives.all_to_all(out, wire.exchanged, 0, 0)
-        return {"rows": out.index_select(0, to_expert)}
-
-    if wire.experts and not wire.at_home:
-        fn = local if wire.width is None else bounded
-        got = record(part, fn, (packed,), wire.names("host", "table", "to_expert"))
-        packed = got.pop("rows")
-        wire.locals_ |= got
-    placement = Placement((wire.rows, *features), pending)
-    packed.placement, packed.type = placement.describe(v.type), placement.local_type(v.type, part.ctx.sizes)
-    part.define(v, placement, packed, ragged=wire if wire.experts else None)
+# -- on a rank --------------------------------------------------------------------------------------------------------
+def _sent(wire: Wire, x: Tensor, at: dict[str, Tensor]) -> Tensor:
+    """[tokens, *shape] -> [copies that came, *shape]: each token to the ranks that it is for. As it is if tokens stay
+    where they are."""
+    if not wire.exchanged:
+        return x
+    packed = pack_p(x.flatten(1), at["out"], None, k=wire.columns).unflatten(1, x.shape[1:])
+    if wire.width is None:
+        return collectives.exchange_rows(
+            packed, at["host"], wire.exchanged, back=False, rows=wire.arrivals, width=wire.here
+        )
+    return collectives.all_to_all(spread_p(packed, at["sent"], wire.width), wire.exchanged, 0, 0)
 
 
-def _from_rows(part: Partitioner, wire: Wire, rows: Value, slots: int) -> Value:
-    """Rows back where they were packed, zeros for those that went nowhere; those that did not travel as they are."""
+def _returned(wire: Wire, x: Tensor, at: dict[str, Tensor]) -> Tensor:
+    """[copies that came, *shape] -> [tokens, *shape]: back where they came from, and those of a token added up."""
+    if not wire.exchanged:
+        return x
+    most = wire.here * wire.columns
+    if wire.width is None:
+        back = collectives.exchange_rows(x, at["host"], wire.exchanged, back=True, rows=most, width=wire.here)
+    else:
+        back = gathered_p(collectives.all_to_all(x, wire.exchanged, 0, 0), at["sent"], wire.width, most)
+    out = unpack_p(back.flatten(1), at["out_inverse"], at["out_total"], k=wire.columns)
+    return out.unflatten(1, back.shape[1:])
 
-    def local(rows: Tensor, host: Tensor, to_arrival: Tensor | None = None) -> dict[str, Tensor]:
-        rows = rows if to_arrival is None else rows.index_select(0, to_arrival)
-        return {"rows": collectives.exchange_rows(rows, host, wire.exchanged, back=True, rows=slots)}
 
-    def bounded(rows: Tensor, table: Tensor, to_arrival: Tensor) -> dict[str, Tensor]:
-        rows = rows.index_select(0, to_arrival)
-        if wire.exchanged:
-            rows = collectives.all_to_all(rows, wire.exchanged, 0, 0)
-        return {"rows": gathered_p(rows, table[:, 0], wire.width, slots)}
+def _packed(wire: Wire, x: Tensor, at: dict[str, Tensor], k: int, rows: int) -> Tensor:
+    """Rows of the tokens that a rank has, or that came; all NaN where there is no room for them."""
+    out = pack_p(x, at["order"], at.get("total"), k=k, rows=None if wire.experts else rows)
+    return _within(wire, out, at)
 
-    if not wire.experts or wire.at_home:
+
+def _within(wire: Wire, rows: Tensor, at: dict[str, Tensor]) -> Tensor:
+    if wire.room is None or wire.room == wire.members * wire.here * wire.k:
         return rows
-    if wire.width is not None:
-        return record(part, bounded, (rows,), wire.names("table", "to_arrival"))["rows"]
-    return record(part, local, (rows,), wire.names("host", "to_arrival"))["rows"]
+    return torch.where(at["total"] <= wire.room, rows, torch.nan)
 
 
-def _travels(wire: Wire) -> bool:
-    """Whether rows are sent, so that every slot has one again, of zeros where it was dropped."""
-    return bool(wire.experts) and not wire.at_home
+# -- of the Program ---------------------------------------------------------------------------------------------------
+def _define_rows(part: Partitioner, wire: Wire, v: Value, local: Value, placement: Placement) -> None:
+    local.placement, local.type = placement.describe(v.type), placement.local_type(v.type, part.ctx.sizes)
+    part.define(v, placement, local, ragged=wire if wire.experts else None)
 
 
 def dispatch(part: Partitioner, node: Node) -> None:
@@ -79,82 +77,81 @@ def dispatch(part: Partitioner, node: Node) -> None:
     value, placement = tokens_at(part, wire, x)
     rows = share(part, wire, node.kwargs["rows"])
 
-    def local(x: Tensor, order: Tensor, total: Tensor | None = None, host: Tensor | None = None) -> dict[str, Tensor]:
-        x = x.flatten(0, -2)
-        if wire.at_home:
-            assert host is not None
-            own = collectives.exchange_rows(order, host, (), back=False, rows=rows)
-            return {"packed": pack_p(x, own, total, k=k)}
-        if wire.experts:
-            return {"packed": pack_p(x, order, None, k=k)}
-        return {"packed": pack_p(x, order, total, k=k, rows=rows)}
+    def local(x: Tensor, **at: Tensor) -> dict[str, Tensor]:
+        x = _sent(wire, x.flatten(0, len(wire.tokens) - 1), at)
+        return {"rows": _packed(wire, x, at, k, rows)}
 
-    packed = record(part, local, (value,), wire.names("order", "total", "host"))["packed"]
-    _to_rows(part, wire, node.outs[0], packed, placement.pending, placement.dims[-1:])
+    got = record(part, local, (value,), wire.names("order", "total", *_WIRE))
+    at = Placement((wire.rows, *placement.dims[-1:]), placement.pending)
+    _define_rows(part, wire, node.outs[0], got["rows"], at)
 
 
 def collect(part: Partitioner, node: Node) -> None:
-    """rows, routing -> tokens: the transpose of dispatch."""
+    """rows, routing -> tokens: the transpose of dispatch. Where each slot is a token of its own, there is a dimension
+    more."""
     rows, order, *_ = node.args
     wire, k, tokens = wire_of(part, order), node.kwargs["k"], node.kwargs["tokens"]
     value, placement = rows_at(part, wire, rows)
-    back, travels = _from_rows(part, wire, value, wire.locals_["inverse"].shape[0]), _travels(wire)
-    shape = Placement((*_token_dims(wire, tokens), ())).local_shape((*tokens, 1), part.ctx.sizes)[:-1]
+    slots = len(tokens) > len(wire.tokens)
+    dims = (*wire.tokens, *([()] * slots))
+    shape = Placement(wire.tokens).local_shape(tokens[: len(wire.tokens)], part.ctx.sizes)
 
-    def local(back: Tensor, inverse: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        total = None if travels else total
-        return {"out": unpack_p(back, inverse, total, k=k).unflatten(0, shape)}
+    def local(rows: Tensor, inverse: Tensor, total: Tensor | None = None, **at: Tensor) -> dict[str, Tensor]:
+        out = slots_p(rows, inverse, total, k=wire.k) if slots else unpack_p(rows, inverse, total, k=k)
+        return {"out": _returned(wire, out, at).unflatten(0, shape)}
 
-    out = record(part, local, (back,), wire.names("inverse", "total"))["out"]
-    placed = Placement((*_token_dims(wire, tokens), *placement.dims[1:]), placement.pending | set(wire.shared))
+    out = record(part, local, (value,), wire.names("inverse", "total", *_WIRE))["out"]
+    placed = Placement((*dims, *placement.dims[1:]), placement.pending | set(wire.shared))
     settle(part, wire, node.outs[0], out, placed)
 
 
-def _token_dims(wire: Wire, tokens: tuple[int, ...]) -> DimAxes:
-    """Axes of the tokens' dimensions; one more, of the slots, where each slot is a token of its own."""
-    return (*wire.tokens, *([()] * (len(tokens) - len(wire.tokens))))
+def _weights(part: Partitioner, wire: Wire, v: Value) -> Value:
+    """Weights of the slots of the tokens that a rank has, or that came: these are sent once."""
+    w = part.get(part.placed(v), Placement((*wire.tokens, ())), "rule")
+    if id(w) not in wire.arrived:
+
+        def local(w: Tensor, **at: Tensor) -> dict[str, Tensor]:
+            return {"w": _sent(wire, w.flatten(0, -2), at)}
+
+        wire.arrived[id(w)] = record(part, local, (w,), wire.names(*_WIRE))["w"], w
+    return wire.arrived[id(w)][0]
 
 
 def combine(part: Partitioner, node: Node) -> None:
-    """rows, weights, routing -> tokens, and the rows as they came back, for the gradient."""
+    """rows, weights, routing -> tokens, and the rows, for the gradient."""
     rows, weights, order, *_ = node.args
     wire = wire_of(part, order)
     value, placement = rows_at(part, wire, rows)
-    back, travels = _from_rows(part, wire, value, wire.locals_["inverse"].shape[0]), _travels(wire)
-    w = part.get(part.placed(weights), Placement((*wire.tokens, ())), "rule")
+    w = _weights(part, wire, weights)
+    shape = Placement(wire.tokens).local_shape(weights.shape[:-1], part.ctx.sizes)
 
-    def local(back: Tensor, w: Tensor, inverse: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        total = None if travels else total
-        out = weigh_p(back, inverse, total, w.flatten(0, -2))
-        return {"out": out.unflatten(0, w.shape[:-1])}
+    def local(rows: Tensor, w: Tensor, inverse: Tensor, total: Tensor | None = None, **at: Tensor) -> dict[str, Tensor]:
+        return {"out": _returned(wire, weigh_p(rows, inverse, total, w), at).unflatten(0, shape)}
 
-    out = record(part, local, (back, w), wire.names("inverse", "total"))["out"]
-    part.env[id(node.outs[1])] = Opaque(wire, back, placement.pending)  # type: ignore[assignment]
+    out = record(part, local, (value, w), wire.names("inverse", "total", *_WIRE))["out"]
+    part.env[id(node.outs[1])] = Opaque(wire, value, placement.pending)  # type: ignore[assignment]
     placed = Placement((*wire.tokens, *placement.dims[1:]), placement.pending | set(wire.shared))
     settle(part, wire, node.outs[0], out, placed)
 
 
 def combine_bwd(part: Partitioner, node: Node) -> None:
-    """Cotangent of the tokens, weights, rows as they came back, routing -> cotangents of rows and weights."""
-    ct, weights, back, order, *_ = node.args
-    wire, kept = wire_of(part, order), part.env[id(back)]
+    """Cotangent of the tokens, weights, rows, routing -> cotangents of rows and weights."""
+    ct, weights, kept_rows, order, *_ = node.args
+    wire, kept = wire_of(part, order), part.env[id(kept_rows)]
     assert isinstance(kept, Opaque)
     p = part.placed(ct)
     last = tuple(a for a in p.home.dims[-1] if a not in {*wire.rows, *wire.shared})
     placement = Placement((*wire.tokens, last))
-    value = part.get(p, placement, "rule")
-    w = part.get(part.placed(weights), Placement((*wire.tokens, ())), "rule")
-    rows, travels = share(part, wire, node.outs[0].shape[0]), _travels(wire)
+    value, w = part.get(p, placement, "rule"), _weights(part, wire, weights)
+    shape = placement.local_shape((*weights.shape[:-1], ct.shape[-1]), part.ctx.sizes)[:-1]
+    rows = None if wire.experts else share(part, wire, node.outs[0].shape[0])
 
-    def local(
-        ct: Tensor, w: Tensor, back: Tensor, order: Tensor, inverse: Tensor, total: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        total = None if travels else total
-        out_rows = None if wire.at_home else order.shape[0] if travels else rows
-        drows, dw = weigh_bwd_p(ct.flatten(0, -2), back, order, inverse, total, w.flatten(0, -2), out_rows)
-        return {"packed": drows, "dw": dw.unflatten(0, w.shape[:-1])}
+    def local(ct: Tensor, w: Tensor, kept: Tensor, **at: Tensor) -> dict[str, Tensor]:
+        ct = _sent(wire, ct.flatten(0, -2), at)
+        drows, dw = weigh_bwd_p(ct, kept, at["order"], at["inverse"], at.get("total"), w, rows)
+        return {"rows": _within(wire, drows, at), "dw": _returned(wire, dw, at).unflatten(0, shape)}
 
-    got = record(part, local, (value, w, kept.local), wire.names("order", "inverse", "total"))
-    _to_rows(part, wire, node.outs[0], got["packed"], frozenset(), placement.dims[-1:])
+    got = record(part, local, (value, w, kept.local), wire.names("order", "inverse", "total", *_WIRE))
+    _define_rows(part, wire, node.outs[0], got["rows"], Placement((wire.rows, last)))
     pending = kept.pending | set(wire.shared) | set(last)
     settle(part, wire, node.outs[1], got["dw"], Placement((*wire.tokens, ()), pending))

@@ -33,10 +33,13 @@ class Wire:
     experts   the axes A of the experts, major first; `exchanged` X, `shared` G
     given     dims of the tokens as they came; `tokens`, after the gather over `gathered`, axes of G
     rows      axes that shard rows: those of the experts, then others that shard tokens
-    width     with a bound: rows that one rank may send to another
-    locals_   local values by name: order, inverse, ends; total, table, host, to_expert, to_arrival, places, counts
-              where
-              there are such
+    k         slots of a token; `here`, tokens of a rank; `members`, ranks of X
+    width     with a bound: copies of tokens that one rank may send to another; `room`, rows that a rank may have
+    arrivals  copies that come to a rank, as types say
+    locals_   local values by name: order, inverse, ends, total of the rows that a rank makes of tokens that it has, or
+              that came; out, out_inverse, out_total, sent of the copies of its own tokens; host, sizes of the exchange;
+              places, counts. Those that there are
+    arrived   weights of slots by those of tokens that they came from: (these, those)
     kept      values that the partitioner knows by their identity
     """
 
@@ -47,7 +50,13 @@ class Wire:
     given: DimAxes
     tokens: DimAxes
     rows: tuple[str, ...]
+    k: int
+    here: int
+    members: int
+    arrivals: int = 0
     width: int | None = None
+    room: int | None = None
+    arrived: dict[int, tuple[Value, Value]] = field(default_factory=dict)
     locals_: dict[str, Value] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
@@ -56,9 +65,9 @@ class Wire:
         return set(flat(self.given)) - set(flat(self.tokens))
 
     @property
-    def at_home(self) -> bool:
-        """Whether a rank's rows are made of tokens that it has: it packs its own, and no row travels."""
-        return bool(self.experts) and not self.exchanged and self.width is None
+    def columns(self) -> int:
+        """Ranks that a token may go to."""
+        return min(self.k, self.members)
 
     def names(self, *names: str) -> dict[str, Value]:
         return {n: self.locals_[n] for n in names if n in self.locals_}
