@@ -16,7 +16,7 @@ from fmeg.mesh import blocks, checks
 from fmeg.mesh.backend import NO_KWARGS, Axes, Dims, Source, Value
 from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
-from fmeg.mesh.rows import sent_and_received
+from fmeg.mesh.rows import BYTES, sent_and_received
 from fmeg.mesh.symmetric import SymmetricMemory
 from fmeg.mesh.transport import Started, Transport, waiting
 from fmeg.program.errors import MeshError
@@ -226,6 +226,8 @@ class DistributedBackend:
     def exchange_rows(
         self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
     ) -> Value:
+        if x.dtype in BYTES:
+            return self.exchange_rows(x.view(torch.uint8), table, axes, back, rows, width).view(x.dtype)
         group, (send, receive) = self.group(axes), sent_and_received(table, back)
         x = x[: sum(send)]
         out = x.new_empty((max(rows, sum(receive)) if back else sum(receive)), *x.shape[1:])

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 def spread(x: Tensor, counts: Int[Tensor, "n"], width: int) -> Tensor:
     """[rows, *shape] -> [n * width, *shape]: each member's rows at the start of its own block, zeros after them.
@@ -23,7 +25,7 @@ def spread(x: Tensor, counts: Int[Tensor, "n"], width: int) -> Tensor:
     at = torch.arange(width, device=x.device)
     start, fits = counts.cumsum(0) - counts, (counts <= width).all()
     index, real = (start[:, None] + at).flatten(), (at < counts[:, None]).flatten() & fits
-    fill = torch.zeros((), dtype=x.dtype, device=x.device)
+    fill = torch.zeros((), dtype=x.dtype if x.dtype.itemsize > 1 else torch.float32, device=x.device)
     return _pick(x, index, real, torch.where(fits, fill, torch.nan) if x.dtype.is_floating_point else fill)
 
 
@@ -40,8 +42,22 @@ def gathered(x: Tensor, counts: Int[Tensor, "n"], width: int, rows: int) -> Tens
 
 
 def _pick(x: Tensor, index: Tensor, real: Tensor, fill: Tensor) -> Tensor:
-    out = x.index_select(0, index.clamp(0, x.shape[0] - 1))
-    return torch.where(real.view(-1, *[1] * (x.ndim - 1)), out, fill.to(x.dtype))
+    out = taken(x, index.clamp(0, x.shape[0] - 1))
+    fill = fill.to(x.dtype)
+    if x.dtype in BYTES:
+        out, fill = out.view(torch.uint8), fill.view(torch.uint8)
+    return torch.where(real.view(-1, *[1] * (x.ndim - 1)), out, fill).view(x.dtype)
+
+
+def taken(x: Tensor, index: Int[Tensor, "m"]) -> Tensor:
+    """Rows by their numbers; of 8-bit floats as bytes, for which there are all operations.
+
+    >>> taken(torch.tensor([[1.0], [2.0]]).to(torch.float8_e5m2), torch.tensor([1, 1])).float().tolist()
+    [[2.0], [2.0]]
+    """
+    if x.dtype in BYTES:
+        return x.view(torch.uint8).index_select(0, index).view(x.dtype)
+    return x.index_select(0, index)
 
 
 def padded(x: Tensor, rows: int | None) -> Tensor:

@@ -20,6 +20,8 @@ def pack(
     >>> pack(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0]), None, k=1, rows=3).flatten().tolist()
     [2.0, 1.0, 0.0]
     """
+    if x.dtype in BYTES:
+        return pack(x.view(torch.uint8), order, total, k, rows).view(x.dtype)
     if _fused(x) and x.shape[-1] >= NARROW:
         return experts.pack(x, order, total, k, rows)
     out = x.flatten(0, -2).index_select(0, order // k if k > 1 else order)
@@ -29,11 +31,13 @@ def pack(
 def _tail(packed: Tensor, total: Tensor | None, rows: int | None) -> Tensor:
     """Rows from `total` on are 0, and there are `rows` of them, if given."""
     if total is not None:
-        packed = torch.where((torch.arange(packed.shape[0], device=packed.device) < total)[:, None], packed, 0.0)
+        there = torch.arange(packed.shape[0], device=packed.device) < total
+        packed = torch.where(there[:, None], packed, torch.zeros((), dtype=packed.dtype, device=packed.device))
     missing = 0 if rows is None else rows - packed.shape[0]
     return torch.cat([packed, packed.new_zeros(missing, packed.shape[1])]) if missing else packed
 
 
+BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)  # moved as the bytes that they are
 NARROW = 16  # rows of fewer numbers are not worth a kernel's program each: their gather is fused with its neighbours
 
 

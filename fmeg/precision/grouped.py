@@ -92,10 +92,25 @@ def multiplies(grids: tuple[Grid, Grid], transposed: bool) -> bool:
 def multiplies_dw(grids: tuple[Grid, Grid]) -> bool:
     """Likewise of the gradient of matrices.
 
-    >>> multiplies_dw(((128, 1), (128, 1))), multiplies_dw(((-1, 0), (-1, 1))), multiplies_dw(((32, 1), (32, 1)))
+    >>> multiplies_dw(((128, 1), (128, 1))), multiplies_dw(((0, 0), (-1, 1))), multiplies_dw(((32, 1), (32, 1)))
     (True, True, False)
     """
-    return grids[0][0] == grids[1][0] != 1 and all(rows_fp8.takes(g) for g in grids)
+    shares = {g[0] for g in grids}
+    return (len(shares) == 1 or shares == {0, -1}) and 1 not in shares and all(rows_fp8.takes(g) for g in grids)
+
+
+def shared_by(grids: tuple[Grid, Grid], scales: tuple[Tensor, Tensor], experts: int) -> tuple[int, Tensor, Tensor]:
+    """Which rows share the scales of both operands of such a product, and these: one for all is one for each expert.
+
+    >>> share, a, b = shared_by(((0, 0), (-1, 0)), (torch.ones(1, 1), torch.ones(3, 1)), 3)
+    >>> share, a.shape, b.shape
+    (-1, torch.Size([3, 1]), torch.Size([3, 1]))
+    """
+    one, other = (
+        s.expand(experts, s.shape[1]) if g[0] == 0 and grids[0][0] != grids[1][0] else s
+        for g, s in zip(grids, scales, strict=True)
+    )
+    return min(grids[0][0], grids[1][0]) if grids[0][0] != grids[1][0] else grids[0][0], one, other
 
 
 def _default(
@@ -116,7 +131,8 @@ def _default_dw(
 ) -> Tensor:  # fmt: skip
     if places is not None or not multiplies_here(x, y, dtype) or not multiplies_dw(grids):
         return _reference_dw(x, sx, y, sy, ends, grids, dtype, places, counts)
-    return rows_fp8.product_dw(rows_fp8.turn(x, ends), sx, rows_fp8.turn(y, ends), sy, ends, grids[0][0], dtype)
+    share, sx, sy = shared_by(grids, (sx, sy), ends.shape[0])
+    return rows_fp8.product_dw(rows_fp8.turn(x, ends), sx, rows_fp8.turn(y, ends), sy, ends, share, dtype)
 
 
 def _into_dw(node: Node) -> Callable[..., None] | None:
@@ -128,7 +144,8 @@ def _into_dw(node: Node) -> Callable[..., None] | None:
     def write(result: Tensor, x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, ends: Tensor, add: bool) -> None:
         if multiplies_here(x, y, dtype) and multiplies_dw(grids):
             turned = rows_fp8.turn(x, ends), rows_fp8.turn(y, ends)
-            rows_fp8.product_dw_into(result, turned[0], sx, turned[1], sy, ends, grids[0][0], add)
+            share, sx, sy = shared_by(grids, (sx, sy), ends.shape[0])
+            rows_fp8.product_dw_into(result, turned[0], sx, turned[1], sy, ends, share, add)
             return
         made = _reference_dw(x, sx, y, sy, ends, grids, dtype)
         if add:

@@ -78,13 +78,16 @@ class Recipe:
                 grid |= blocks(rows, sizes, self.block)
         return tuple(grid[n] for n in names)
 
-    def rows_grid(self, columns: int, contracted: bool) -> Grid:
-        """The same of rows sorted by expert (see `fmeg.precision.ragged`); `contracted`: rows are, else columns.
+    def rows_grid(self, columns: int, contracted: bool, sent: bool = False) -> Grid:
+        """The same of rows sorted by expert (see `fmeg.precision.ragged`).
+
+        contracted  rows are, else columns
+        sent        rows are tokens as they were dispatched: one scale for all, so that they travel in a byte
 
         >>> fp8("blockwise").rows_grid(512, False), fp8("blockwise").rows_grid(512, True), fp8().rows_grid(512, True)
         ((1, 128), (128, 1), (-1, 0))
         """
-        if self.delayed:
+        if self.delayed or (sent and self.name == "tensorwise"):
             return (0, 0)
         if self.name == "tensorwise":
             return (EXPERT, 0)

@@ -10,22 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from fmeg.ops.dispatch import dispatch_p
 from fmeg.ops.einsum import einsum_p, parse_equation
 from fmeg.ops.grouped import grouped_matmul_dw_p, grouped_matmul_p
+from fmeg.ops.routing import route_p
 from fmeg.ops.shard import shard_p
 from fmeg.precision.delayed import ROLES, collect_p, known_p, seen_p, tap_p
 from fmeg.precision.formats import Format, Grid, amax_p, quantize_p
 from fmeg.precision.grouped import scaled_grouped_dw_p, scaled_grouped_p
 from fmeg.precision.mark import TAG, Use
 from fmeg.precision.ragged import groups, rows_amax_p, rows_quantize_p
+from fmeg.precision.recipe import Recipe
 from fmeg.precision.scaled import as_matmul, scaled_einsum_p
-from fmeg.program.ir import Node, Program, TensorType, Value
+from fmeg.program.gradient import MIRROR
+from fmeg.program.ir import Node, Program, TensorType, Value, values_in
 from fmeg.program.primitive import Primitive
 from fmeg.program.structured import ScanForward
 
+aten = torch.ops.aten
 PRODUCTS = (einsum_p, grouped_matmul_p, grouped_matmul_dw_p)
 
 
@@ -52,6 +58,7 @@ class _Rewriter:
     made: dict[tuple, tuple[Value, ...]] = field(default_factory=dict)
     known: dict[str, Value] = field(default_factory=dict)  # by site: largest values of earlier steps
     seen: dict[str, dict[int, Value]] = field(default_factory=dict)  # by site and role: those of this one
+    sent: dict[int, Value] = field(default_factory=dict)  # by id of rows: the same in low precision
     early: set[int] = field(default_factory=set)  # ids of the nodes before the first product
     start: Node | None = None
 
@@ -69,7 +76,26 @@ class _Rewriter:
             if id(n) in collected:
                 continue
             out += [*self.before.get(id(n), []), *self._with([n])]
-        return Program(self.joint.inputs, out, self.joint.outputs, self.joint.names, self.joint.name)
+        outputs = self.joint.outputs
+        return Program(self.joint.inputs, self._without_idle(out, outputs), outputs, self.joint.names, self.joint.name)
+
+    def _without_idle(self, nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
+        """Without rows that were dispatched as they were and that nobody reads any more."""
+        used = {id(v) for v in values_in(outputs)}
+        out: list[Node] = []
+        for n in reversed(nodes):
+            idle = id(n.outs[0]) in self.sent or n.op is MIRROR if n.outs else False
+            if not idle or any(id(o) in used for o in n.outs):
+                out.append(n)
+                used |= {id(v) for v in n.operands()}
+        gone = {i: v for i, v in self.sent.items() if i not in used}
+        for n in out:
+            primal, hints = n.tags.get("primal"), n.tags.get("hints", {})
+            if id(primal) in gone:
+                n.tags["primal"] = gone[id(primal)]
+            if any(id(v) in gone for v in hints.values()):
+                n.tags["hints"] = {i: gone.get(id(v), v) for i, v in hints.items()}
+        return out[::-1]
 
     def _with(self, nodes: Sequence[Node]) -> list[Node]:
         """Nodes, each followed by those that were made for its results."""
@@ -104,7 +130,8 @@ class _Rewriter:
         cotangent = _cotangent(node, a, b)
         if (backward and cotangent is None) or (of_parameter and not recipe.weight_gradient):
             return
-        grids = [recipe.rows_grid(v.shape[1], of_parameter) for v in ((a, b) if of_parameter else (a,))]
+        rows = (a, b) if of_parameter else (a,)
+        grids = [recipe.rows_grid(v.shape[1], of_parameter, sent_tokens(v, recipe) is not None) for v in rows]
         transposed = node.kwargs.get("transposed", False)
         if not of_parameter:
             mm = as_matmul(f"e r {'f' if transposed else 'd'}, e d f -> e r {'d' if transposed else 'f'}")
@@ -126,6 +153,10 @@ class _Rewriter:
         of_gradient = i == cotangent
         parameter = i == use.parameter and not of_gradient and ends is None
         format = use.recipe.gradient if of_gradient else use.recipe.forward
+        tokens = None if ends is None or grid != (0, 0) else sent_tokens(v, use.recipe)
+        if tokens is not None:
+            role = (2 if of_gradient else 0) if use.recipe.delayed else None
+            return self._sent(v, tokens, role, format, node, use.site)
         if use.recipe.delayed:
             return self._delayed(v, 2 if of_gradient else int(parameter), format, node, use.site, ends)
         early = parameter and node.phase != "B" and (v.node is None or id(v.node) in self.early)
@@ -184,6 +215,43 @@ class _Rewriter:
             self.made[key] = self._quantize(v, known, None, grid, format, user, near, ends)
         return self.made[key]
 
+    def _sent(
+        self, v: Value, tokens: tuple[Value, Value | None], role: int | None, format: Format, user: Node, site: str
+    ) -> tuple[Value, ...]:
+        """q and scale of rows that were dispatched: tokens are quantised, by the largest value of those that have rows
+        or by what is known of a role, and sent instead."""
+        dispatch = _dispatch_of(v)
+        assert dispatch is not None
+        (x, keep), where = tokens, self.after.setdefault(id(dispatch), [])
+        v = dispatch.outs[0]
+        if (id(v), "sent") not in self.made:
+            self.made[id(v), "sent"] = (self._largest_token(x, keep, v, user, where),)
+        (top,) = self.made[id(v), "sent"]
+        if role is not None:
+            self.seen.setdefault(site, {})[role] = top
+        key = (id(v), "sent", format, role)
+        if key not in self.made:
+            known, one = top, TensorType((1,) * x.ndim, torch.float32)
+            if role is not None:
+                known = self._emit(known_p, (self.known[site], role, x.ndim), (one,), v, user, where)[0]
+            grid = (0,) * x.ndim
+            types = (TensorType(x.shape, format.dtype), one)
+            q, s = self._emit(quantize_p, (x, known, None, grid, format), types, v, user, where)
+            rows = TensorType(v.shape, format.dtype)
+            sent = self._emit(dispatch_p, (q, *dispatch.args[1:]), (rows,), v, user, where, dispatch.kwargs)[0]
+            flat = TensorType((1, 1), torch.float32)
+            scale = self._emit(aten.view.default, (s, [1, 1]), (flat,), v, user, where)[0]
+            self.made[key] = (sent, scale)
+            self.sent[id(v)] = sent
+        return self.made[key]
+
+    def _largest_token(self, x: Value, keep: Value | None, v: Value, user: Node, where: list[Node]) -> Value:
+        emit = lambda op, args, t: self._emit(op, args, (t,), v, user, where)[0]
+        if keep is not None:
+            any_kept = emit(aten.any.dim, (keep, -1, True), TensorType((*keep.shape[:-1], 1), torch.bool))
+            x = emit(aten.where.ScalarOther, (any_kept, x, 0.0), x.type)
+        return emit(amax_p, (x, (0,) * x.ndim), TensorType((1,) * x.ndim, torch.float32))
+
     def _collect(self, node: Node) -> bool:
         """Put what a site saw in the place of its `seen`; after the last of it."""
         site = node.args[1]
@@ -219,15 +287,33 @@ class _Rewriter:
         return (self.before if near else self.after).setdefault(id(at if near else last.node), [])
 
     def _emit(
-        self, op: Primitive, args: tuple, types: Sequence[TensorType], of: Value, user: Node, where: list[Node]
-    ) -> tuple[Value, ...]:
+        self, op: Any, args: tuple, types: Sequence[TensorType], of: Value, user: Node, where: list[Node],
+        kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Value, ...]:  # fmt: skip
         phase = "B" if _is_backward(of) else "F"
         tags = {k: v for k, v in user.tags.items() if k == "remat"} if phase == "F" else {}
         source = user.source if phase == "B" else user.source.removeprefix("bwd of ")
-        node = Node(op, args, {}, source=source, phase=phase, tags=tags)
+        node = Node(op, args, kwargs or {}, source=source, phase=phase, tags=tags)
         node.outs = tuple(Value(t, node, i) for i, t in enumerate(types))
         where.append(node)
         return node.outs
+
+
+def sent_tokens(v: Value, recipe: Recipe) -> tuple[Value, Value | None] | None:
+    """Of rows as they were dispatched, that nothing but products in low precision reads, the tokens, and which slots of
+    them were kept (None: all)."""
+    node = _dispatch_of(v)
+    made = None if node is None else node.args[1].node
+    if node is None or made is None or made.op is not route_p or not recipe.weight_gradient:
+        return None
+    return node.args[0], made.args[1]
+
+
+def _dispatch_of(v: Value) -> Node | None:
+    node = v.node
+    while node is not None and node.op is MIRROR:
+        node = node.args[0].node
+    return node if node is not None and node.op is dispatch_p else None
 
 
 def _is_tagged(node: Node) -> bool:

@@ -16,7 +16,7 @@ from fmeg.kernels import rows_fp8
 from fmeg.kernels.rows_fp8 import TALL, turned_width
 from fmeg.ops._common import transformed
 from fmeg.precision.formats import Format, Grid
-from fmeg.precision.grouped import multiplies_dw, multiplies_here, scaled_grouped_dw_p
+from fmeg.precision.grouped import multiplies_dw, multiplies_here, scaled_grouped_dw_p, shared_by
 from fmeg.precision.ragged import fused, group_of_rows, rows_quantize_p, scales
 from fmeg.program.ir import Node
 from fmeg.program.primitive import Primitive
@@ -68,7 +68,8 @@ def _product(
 ) -> Float[Tensor, "e d f"]:  # fmt: skip
     """As `scaled_grouped_dw`: elsewhere than on the hardware, with the zeros between experts as rows of theirs."""
     if multiplies_here(x, y, dtype) and multiplies_dw(grids):
-        return rows_fp8.product_dw(x, sx, y, sy, ends, grids[0][0], dtype)
+        share, sx, sy = shared_by(grids, (sx, sy), ends.shape[0])
+        return rows_fp8.product_dw(x, sx, y, sy, ends, share, dtype)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     padded = ((sizes + (TALL - 1)) // TALL * TALL).cumsum(0).to(ends.dtype)
     return scaled_grouped_dw_p.run()(x.t(), sx, y.t(), sy, padded, grids, dtype)
@@ -82,7 +83,8 @@ def _into(node: Node) -> Callable[..., None] | None:
 
     def write(result: Tensor, x: Tensor, sx: Tensor, y: Tensor, sy: Tensor, ends: Tensor, add: bool) -> None:
         if multiplies_here(x, y, dtype) and multiplies_dw(grids):
-            rows_fp8.product_dw_into(result, x, sx, y, sy, ends, grids[0][0], add)
+            share, sx, sy = shared_by(grids, (sx, sy), ends.shape[0])
+            rows_fp8.product_dw_into(result, x, sx, y, sy, ends, share, add)
             return
         made = _product(x, sx, y, sy, ends, grids, dtype)
         if add:

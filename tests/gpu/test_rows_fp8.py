@@ -10,7 +10,9 @@ import torch
 import fmeg
 from fmeg import Layout, Mesh, precision, tree
 from fmeg.kernels import rows_fp8
+from fmeg.mesh.rows import taken
 from fmeg.models import moe, presets
+from fmeg.ops.pack import pack
 from fmeg.precision import grouped, ragged
 from fmeg.precision.formats import Format, amax, quantize
 from fmeg.precision.scaled import as_matmul
@@ -132,6 +134,29 @@ def test_products(name, case, d, f, dtype):
         rows_fp8.product_dw_into(stack[1], *args, True)
         close(stack[1], 2 * want, 3e-3)
         assert bool((stack[[0, 2]] == 7.0).all())
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_one_scale_for_all_beside_one_an_expert(case):
+    x, y, _, ends, _ = _case(case, 128, 200)
+    grids = (0, 0), (-1, 0)
+    low = (*_low(x, ends, grids[0], Format("e4m3")), *_low(y, ends, grids[1], Format("e5m2")))
+    want = grouped._reference_dw(*low, ends, grids, torch.float32)
+    _poison()
+    got = grouped.scaled_grouped_dw_p.run()(*low, ends, grids, torch.float32)
+    assert (got - want).norm() <= 3e-3 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_of_bytes(dtype):
+    x = torch.randn(50, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    order = torch.randint(0, 100, (90,), generator=torch.Generator().manual_seed(1))
+    total = torch.tensor(70)
+    want = pack(x, order, total, 2, 96)
+    _poison()
+    got = pack(x.cuda(), order.cuda(), total.cuda(), 2, 96)
+    assert got.dtype == dtype and torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(taken(x.cuda(), order.cuda() // 2).cpu().float(), taken(x, order // 2).float())
 
 
 def test_what_is_not_a_number_stays_visible():

@@ -38,20 +38,21 @@ def _round(v, element):
     return v.clamp(-largest, largest).to(dtype).double()
 
 
-def _cast(x, tile, f, top):
-    """A matrix in low precision, as float64, with one scale a tile of (rows, columns); the last of them may be cut."""
+def _cast(x, tile, f, top, sent=False):
+    """A matrix in low precision, as float64, with one scale a tile of (rows, columns); the last of them may be cut.
+    `sent`: if tiles are all of it, `top` is the largest value instead."""
     out = torch.empty_like(x)
     tall, wide = (n or 10**6 for n in tile)
     for i in range(0, x.shape[0], tall):
         for j in range(0, x.shape[1], wide):
             part = x[i : i + tall, j : j + wide]
-            s = part.abs().max().float() * (1 / f.largest)
+            s = (top if sent and tile == (0, 0) else part.abs().max()).float() * (1 / f.largest)
             if f.scale == "power":
                 s = torch.exp2(torch.ceil(torch.log2(s)))
             if f.scale == "nested":
                 outer = top.float() * (1 / (f.largest * 448))
                 s = (s / outer).clamp(2**-9, 448).to(torch.float8_e4m3fn).float() * outer
-            s = s if part.abs().max() else torch.tensor(1.0)
+            s = s if s > 0 and part.abs().max() else torch.tensor(1.0)
             out[i : i + tall, j : j + wide] = _round(part * (1 / s).double(), f.element) * s.double()
     return out
 
@@ -64,15 +65,16 @@ def _tiles(recipe):
     )
 
 
-def _expert(recipe, x, w, tops):
-    """y = x · w for the rows of one expert, and (dx, dw) as a function of y's cotangent and the largest of all."""
+def _expert(recipe, x, w, tops, first=False):
+    """y = x · w for the rows of one expert, and (dx, dw) as a function of y's cotangent and the largest of all. Rows of
+    the first product, and cotangents of the second, are sent."""
     tile, square = _tiles(recipe)
     forward, gradient = recipe.forward, recipe.gradient
-    y = _cast(x, tile, forward, tops["x"]) @ _cast(w.t(), square, forward, tops["w"]).t()
+    y = _cast(x, tile, forward, tops["x"], first) @ _cast(w.t(), square, forward, tops["w"]).t()
 
     def back(dy, top):
-        dx = _cast(dy, tile, gradient, top) @ _cast(w, square, forward, tops["w"]).t()
-        dw = _cast(x.t(), tile, forward, tops["x"]) @ _cast(dy.t(), tile, gradient, top).t()
+        dx = _cast(dy, tile, gradient, top, not first) @ _cast(w, square, forward, tops["w"]).t()
+        dw = _cast(x.t(), tile, forward, tops["x"], first) @ _cast(dy.t(), tile, gradient, top, not first).t()
         return dx, dw
 
     return y, back
@@ -100,7 +102,7 @@ def _by_hand(recipe, params, batch):
     of, real = [ids == e for e in range(4)], ids < 4
     largest = lambda t: t.abs().max()
     first = [
-        _expert(recipe, batch["x"][m], w1[e], dict(x=largest(batch["x"][real]), w=largest(w1)))
+        _expert(recipe, batch["x"][m], w1[e], dict(x=largest(batch["x"][real]), w=largest(w1)), True)
         for e, m in enumerate(of)
     ]
     h = [torch.tanh(y) for y, _ in first]

@@ -104,10 +104,23 @@ def test_an_expert_on_one_rank_asks_nobody_for_its_scales():
     )
     params, batch = problem(embed=8, ff=8, layers=2)
     want = plain.lower(params, batch).explain().executed()
-    for name in ("tensorwise", "rowwise", "blockwise"):
+    for name in ("rowwise", "blockwise"):
         assert _lowered(name, "ep").executed() == want, name
-    assert _lowered("tensorwise", "ep, etp").executed()["all_reduce"] > want["all_reduce"]
+    sent = _lowered("tensorwise", "ep").executed()  # two layers: one scale for all tokens, one for their cotangents
+    assert sent == {**want, "all_reduce": want["all_reduce"] + 4}
+    assert _lowered("tensorwise", "ep, etp").executed()["all_reduce"] > sent["all_reduce"]
     assert _lowered("blockwise", "dp").executed()["all_gather"] >= 1  # all tokens' choices, to know places
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("where", ["ep", "ep over cp"])
+def test_tokens_travel_in_a_byte(name, where):
+    table = str(_lowered(name, where))
+    for way, dtype in (("scan body  ", "f8e4m3"), ("scan body backward", "f8e5m2")):
+        wide = [
+            line for line in table.splitlines() if line.startswith(way) and "exchange_rows" in line and ", 8]" in line
+        ]
+        assert len(wide) == (2 if name == "tensorwise" else 4) and sum(dtype in line for line in wide) == len(wide) // 2
 
 
 def test_blocks_may_lie_on_several_ranks():

@@ -61,7 +61,10 @@ def _packed(wire: Wire, x: Tensor, at: dict[str, Tensor], k: int, rows: int) -> 
 def _within(wire: Wire, rows: Tensor, at: dict[str, Tensor]) -> Tensor:
     if wire.room is None or wire.room == wire.members * wire.here * wire.k:
         return rows
-    return torch.where(at["total"] <= wire.room, rows, torch.nan)
+    fits = at["total"] <= wire.room
+    if rows.dtype in rows_.BYTES:  # of both, 127 is no number
+        return torch.where(fits, rows.view(torch.uint8), 127).view(rows.dtype)
+    return torch.where(fits, rows, torch.nan)
 
 
 # -- of the Program ---------------------------------------------------------------------------------------------------
