@@ -226,17 +226,36 @@ class DistributedBackend:
     def exchange_rows(
         self, x: Value, table: Value, axes: Axes, back: bool, rows: int, width: int | None = None
     ) -> Value:
+        return self._exchange_rows(x, table, axes, back, rows, later=False)()
+
+    def start_exchange_rows(
+        self, xs: Sequence[Value], axes: Axes, back: bool, rows: int, width: int | None = None
+    ) -> Started:
+        """`exchange_rows` of [x, table], begun, likewise."""
+        x, table = xs
+        done = self._exchange_rows(x, table, axes, back, rows, later=True)
+        return lambda: [done()]
+
+    def _exchange_rows(
+        self, x: Value, table: Value, axes: Axes, back: bool, rows: int, later: bool
+    ) -> Callable[[], Value]:
         if x.dtype in BYTES:
-            return self.exchange_rows(x.view(torch.uint8), table, axes, back, rows, width).view(x.dtype)
+            kind, done = x.dtype, self._exchange_rows(x.view(torch.uint8), table, axes, back, rows, later)
+            return lambda: done().view(kind)
         group, (send, receive) = self.group(axes), sent_and_received(table, back)
-        x = x[: sum(send)]
-        out = x.new_empty((max(rows, sum(receive)) if back else sum(receive)), *x.shape[1:])
-        out[sum(receive) :] = 0
+        x, n = x[: sum(send)], sum(receive)
+        out = x.new_empty((max(rows, n) if back else n), *x.shape[1:])
+        out[n:] = 0
         if len(group.ranks) == 1:
-            out[: x.shape[0]] = x
-        else:
-            group.transport.exchange_rows(out[: sum(receive)], x.contiguous(), send, receive)
-        return out
+            out[:n] = x
+            return lambda: out
+        moved = group.transport.start_exchange_rows(out[:n], x.contiguous(), send, receive, later)
+
+        def finish() -> Value:
+            moved()
+            return out
+
+        return finish
 
     def axis_index(self, axes: Axes) -> Value:
         if axes not in self._indices:

@@ -142,20 +142,28 @@ class Transport:
             return works
         return waiting(works, [])()
 
-    def exchange_rows(self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
-        """Rows of x, `send[i]` to member i, into those of `out`, `receive[i]` from it; both contiguous."""
-        order = range(self.size) if self._order is None else self._order  # position of a member in the process group
-        if self._order is not None:
-            by_position = sorted(range(self.size), key=list(order).__getitem__)
-            blocks = x.split(list(send))
-            x = torch.cat([blocks[i] for i in by_position])
-            send, given = [send[i] for i in by_position], [receive[i] for i in by_position]
-            there = torch.empty_like(out)
-            dist.all_to_all_single(there, x, given, list(send), group=self.group)
-            blocks = there.split(given)
-            torch.cat([blocks[p] for p in order], out=out)
-        else:
-            dist.all_to_all_single(out, x, list(receive), list(send), group=self.group)
+    def start_exchange_rows(
+        self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int], later: bool = True
+    ) -> Callable[[], Tensor]:
+        """Rows of x, `send[i]` to member i, into those of `out`, `receive[i]` from it; both contiguous. Begun; `later`
+        False: waited for at once."""
+        if self._order is None:
+            work = dist.all_to_all_single(out, x, list(receive), list(send), group=self.group, async_op=later)
+            return waiting([work], out, x)
+        order = self._order  # position of a member in the process group
+        by_position = sorted(range(self.size), key=list(order).__getitem__)
+        blocks = x.split(list(send))
+        x = torch.cat([blocks[i] for i in by_position])
+        send, given = [send[i] for i in by_position], [receive[i] for i in by_position]
+        there = torch.empty_like(out)
+        work = dist.all_to_all_single(there, x, given, list(send), group=self.group, async_op=later)
+        done = waiting([work], there, x)
+
+        def finish() -> Tensor:
+            blocks = done().split(given)
+            return torch.cat([blocks[p] for p in order], out=out)
+
+        return finish
 
     def _fold(self, x: Tensor, op: str) -> Tensor:
         return reduce(checks.reduction(op), x.unbind(0))

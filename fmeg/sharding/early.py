@@ -14,18 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER
 from fmeg.program.cost import node_bytes, node_flops
 from fmeg.program.ir import Node
 from fmeg.program.structured import loop_of
+from fmeg.sharding.groups import communicates
 
-_BEGUN = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER)
 ARITHMETIC, MEMORY, LINK = 5e14, 3e12, 2.5e11  # operations and bytes a second of one H200 with its neighbours
 
 
 def early(nodes: Sequence[Node]) -> list[Node]:
     """The nodes in that order; as they are where there is a loop, or nothing to overlap."""
-    if not any(n.op in _BEGUN for n in nodes) or any(_stays(n) for n in nodes):
+    if not any(communicates(n) for n in nodes) or any(_stays(n) for n in nodes):
         return list(nodes)
     return _Order(nodes).run()
 
@@ -43,7 +42,7 @@ class _Order:
         self.needs = {id(n): list({id(m): m for v in n.operands() if (m := maker.get(id(v)))}.values()) for n in nodes}
         self.spine: set[int] = set()
         for n in reversed(nodes):
-            if n.op in _BEGUN or id(n) in self.spine:
+            if communicates(n) or id(n) in self.spine:
                 self.spine.update(id(m) for m in self.needs[id(n)])
         self.missing = {id(n): len(self.needs[id(n)]) for n in nodes}
         self.users: dict[int, list[Node]] = {}
@@ -71,7 +70,7 @@ class _Order:
     def _rank(self, n: Node) -> tuple[float, int, int]:
         """What must wait least first; of those that need not, collectives, the spine, the others, in the given
         order."""
-        kind = 0 if n.op in _BEGUN else 1 if id(n) in self.spine else 2
+        kind = 0 if communicates(n) else 1 if id(n) in self.spine else 2
         return max(self._arrived(n), self.now), kind, self.place[id(n)]
 
     def _arrived(self, n: Node) -> float:
@@ -80,7 +79,7 @@ class _Order:
 
     def _place(self, n: Node) -> None:
         self.now = max(self.now, self._arrived(n))
-        if n.op in _BEGUN:
+        if communicates(n):
             self.link = max(self.link, self.now) + node_bytes(n) / LINK
             self.ends[id(n)] = self.link
         else:

@@ -12,13 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, AXIS_INDEX, PPERMUTE, REDUCE_SCATTER, Collective
+from fmeg.ops.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AXIS_INDEX,
+    EXCHANGE_ROWS,
+    PPERMUTE,
+    REDUCE_SCATTER,
+    Collective,
+)
 from fmeg.program.ir import Node, Value
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 
 SCANS = (LocalScan, LocalScanBackward)
 LOOPS = (*SCANS, LocalAccumulate)
-_BEGUN = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PPERMUTE, REDUCE_SCATTER)
+BEGUN = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE_ROWS, PPERMUTE, REDUCE_SCATTER)
 
 
 @dataclass
@@ -45,6 +54,11 @@ def alone(node: Node) -> bool:
     return isinstance(node.op, (Collective, *LOOPS)) or hasattr(node.op, "build")
 
 
+def communicates(node: Node) -> bool:
+    """Whether a node is a collective that can be begun and waited for later: rows over no axes do not move."""
+    return node.op in BEGUN and bool(node.args[1])
+
+
 def opaque(node: Node) -> bool:
     """Whether its shapes, or what it does, depend on data: it runs as it is written and is not compiled."""
     return "opaque" in node.tags
@@ -69,7 +83,7 @@ def grouped(nodes: Sequence[Node], begin: bool = False, later: bool = False) -> 
             groups[-1].nodes.append(n)
         open_run = not alone(n)
         flying = {v: g for v, g in flying.items() if g not in waits}
-        if begin and n.op in _BEGUN:
+        if begin and communicates(n):
             groups[-1].begins = True
             flying.update((id(o), len(groups) - 1) for o in n.outs)
     for i, g in enumerate(groups):

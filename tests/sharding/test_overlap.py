@@ -54,7 +54,10 @@ class Beginning(LoopBackend):
 def _starting(kind):
     def start(self, xs, *rest):
         move = getattr(self, kind)
-        run = (lambda: [move(x, *rest) for x in xs]) if kind == "ppermute" else (lambda: move(xs, *rest))
+        run = {
+            "ppermute": lambda: [move(x, *rest) for x in xs],
+            "exchange_rows": lambda: [move(*xs, *rest)],
+        }.get(kind, lambda: move(xs, *rest))
         before = [[t.clone() for t in self.local(x)] for x in xs]
         now = None if self.late else run()
         self.begun += 1
@@ -72,7 +75,7 @@ def _starting(kind):
     return start
 
 
-for _kind in ("all_gather", "all_reduce", "all_to_all", "ppermute", "reduce_scatter"):
+for _kind in ("all_gather", "all_reduce", "all_to_all", "exchange_rows", "ppermute", "reduce_scatter"):
     setattr(Beginning, f"start_{_kind}", _starting(_kind))
 
 
@@ -123,7 +126,7 @@ def test_a_layer_of_sharded_parameters_is_three_pieces():
         found = cut(op)
         assert [n.op for n in found.ahead.nodes] == [ALL_GATHER]
         assert [n.op for n in found.behind.nodes] == behind if behind else found.behind is None
-        assert not any(n.op in groups._BEGUN for n in found.main.nodes)
+        assert not any(groups.communicates(n) for n in found.main.nodes)
         apart = [p for p in (found.ahead, found.main, found.behind) if p is not None]
         assert {id(n) for p in apart for n in p.nodes} == {id(n) for n in op.body.nodes}
         for p in apart:
