@@ -111,13 +111,14 @@ def turn(
 
 @triton.jit
 def product(
-    x, sx, w, sw, out, ends, rows, K, N, stride_x, stride_e, stride_n, sx_k, sw_e, sw_n, sw_k, tiles_m,
+    x, sx, w, sw, plus, out, ends, rows, K, N, stride_x, stride_e, stride_n, sx_k, sw_e, sw_n, sw_k, tiles_m,
     SHARE: tl.constexpr, N_WIDTH: tl.constexpr, BLOCKED: tl.constexpr, FAST: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """x[rows of e] · w[e]ᵀ, both with k innermost, times their scales: per row, expert or all; per run of N_WIDTH
-    outputs; BLOCKED: and per BLOCK_K of k. Sums are float32, of BLOCK_K products at a time unless FAST."""
+    outputs; BLOCKED: and per BLOCK_K of k. Then added to `plus`, if there is one. Sums are float32, of BLOCK_K products
+    at a time unless FAST."""
     pid = tl.program_id(0)
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = pid // (GROUP * tiles_n)
@@ -161,8 +162,11 @@ def product(
                     acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
             if not BLOCKED:
                 acc = acc * tl.load(sa_at)[:, None] * tl.load(sb_at)[None, :]
-        at = out + m.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=(m < end)[:, None] & (n < N)[None, :])
+        at = m.to(tl.int64)[:, None] * N + n[None, :]
+        mask = (m < end)[:, None] & (n < N)[None, :]
+        if plus is not None:
+            acc += tl.load(plus + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -158,9 +158,9 @@ def _(q: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("fmeg::rows_fp8_product", mutates_args=())
 def product(
     x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, ends: Tensor, grid: list[int], widths: list[int], dtype: torch.dtype,
-    fast: bool,
+    fast: bool, plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(sx x)[rows of e] · ((sw w)[e])ᵀ: x "n k", w "e m k"; rows of no expert are 0.
+    """(sx x)[rows of e] · ((sw w)[e])ᵀ: x "n k", w "e m k"; of rows of no expert 0. Added to `plus` "n m", if given.
 
     grid    of x: share and width, 0 or 128
     widths  of w: 0 or 1 for experts, then how many of m and of k share a scale (0: all), k as x does
@@ -175,9 +175,10 @@ def product(
     of_e, of_m, of_k = (s if size > 1 else 0 for s, size in zip(sw.stride(), sw.shape, strict=True))
     with _on(x):
         _programs().product[(tiles_m * -(-m // tiles["BLOCK_N"]),)](
-            x, sx.contiguous(), w, sw, out, ends, n, k, m, x.stride(0), w.stride(0), w.stride(1), sx.shape[1], of_e,
-            of_m, of_k, tiles_m, SHARE=SHARES[grid[0]], N_WIDTH=widths[1], BLOCKED=bool(grid[1]), FAST=fast, GROUP=8,
-            EVEN=k % tiles["BLOCK_K"] == 0, **_experts(ends), **tiles,
+            x, sx.contiguous(), w, sw, None if plus is None else plus.contiguous(), out, ends, n, k, m, x.stride(0),
+            w.stride(0), w.stride(1), sx.shape[1], of_e, of_m, of_k, tiles_m, SHARE=SHARES[grid[0]],
+            N_WIDTH=widths[1], BLOCKED=bool(grid[1]), FAST=fast, GROUP=8, EVEN=k % tiles["BLOCK_K"] == 0,
+            **_experts(ends), **tiles,
         )  # fmt: skip
     return out
 
@@ -185,7 +186,7 @@ def product(
 @product.register_fake
 def _(
     x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, ends: Tensor, grid: list[int], widths: list[int], dtype: torch.dtype,
-    fast: bool,
+    fast: bool, plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], w.shape[1], dtype=dtype)
 

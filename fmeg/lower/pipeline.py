@@ -14,7 +14,14 @@ from fmeg.lower.late import delay
 from fmeg.lower.lookups import exchange_lookups
 from fmeg.lower.norms import add_residual, sum_cotangents
 from fmeg.lower.quantised import quantise_once, quantise_stacks
-from fmeg.lower.quantised_experts import quantise_matrices, quantise_turned, turn_ahead, turn_rows, widen_experts
+from fmeg.lower.quantised_experts import (
+    add_rows,
+    quantise_matrices,
+    quantise_turned,
+    turn_ahead,
+    turn_rows,
+    widen_experts,
+)
 from fmeg.lower.rewrite import everywhere
 from fmeg.lower.split import split_products
 from fmeg.lower.wide import widen, widen_quantised
@@ -29,7 +36,7 @@ def lower(program: Program, fused_fp8: bool = False) -> Program:
     `fused_fp8`: operands in FP8 are made by kernels of their own, in both orders at once, instead of by what the
     compiler fuses.
     """
-    experts = (widen_experts, turn_rows, turn_ahead, quantise_turned, quantise_matrices)
+    experts = (widen_experts, turn_rows, turn_ahead, quantise_turned, quantise_matrices, add_rows)
     quantised = (widen_quantised, quantise_stacks, quantise_once, *experts) if fused_fp8 else ()
     for step in (
         inline,

@@ -2,6 +2,7 @@
 
 rows      what the gradient of the matrices reads is turned as it is quantised; of what waits for the backward pass,
           the turned rows wait
+sums      of two products, by the second of them
 matrices  the whole stack is quantised before the scan, as it lies and transposed, from the parameters themselves
 """
 
@@ -15,7 +16,7 @@ import torch
 from fmeg.lower.quantised import Body, _Scans
 from fmeg.lower.wide import _widened
 from fmeg.precision.formats import amax_p, quantize_p
-from fmeg.precision.grouped import multiplies_dw, scaled_grouped_dw_p, scaled_grouped_p
+from fmeg.precision.grouped import multiplies_dw, scaled_grouped_add_p, scaled_grouped_dw_p, scaled_grouped_p
 from fmeg.precision.pairs import largest_p, pair_p
 from fmeg.precision.ragged import rows_quantize_p
 from fmeg.precision.turned import turn_rows_p, turned_dw_p, turned_p
@@ -83,6 +84,21 @@ def quantise_turned(program: Program) -> Program:
                 q, s = n.outs
                 outs = [*([q] if lies else []), turns[0].outs[0], s]
                 body.exchange([n, turns[0]], [_node(n, turned_p, (*n.args, lies), outs)])
+    return body.program(program)
+
+
+def add_rows(program: Program) -> Program:
+    """Sums of two products of one routing, read by nothing else: what the experts' inputs get from gates and ups."""
+    body = Body.of(program)
+    for n in list(body.nodes):
+        if n.op is not aten.add.Tensor or n.kwargs or len(n.args) != 2 or n.args[0] is n.args[1]:
+            continue
+        maker, used = body.maker(), body.used()
+        first, second = (maker.get(id(v)) for v in n.args)
+        if first is None or second is None or first.op is not scaled_grouped_p or second.op is not scaled_grouped_p:
+            continue
+        if first.args[4] is second.args[4] and all(used[id(v)] == [n] for v in n.args):
+            body.exchange([n, second], [_node(n, scaled_grouped_add_p, (*second.args, n.args[0]), n.outs)])
     return body.program(program)
 
 

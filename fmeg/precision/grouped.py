@@ -19,6 +19,7 @@ from fmeg.ops.routing import Routed
 from fmeg.precision.formats import Grid, dequantize
 from fmeg.precision.ragged import dequantize_rows
 from fmeg.program.ir import Node
+from fmeg.program.primitive import Primitive
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -115,14 +116,16 @@ def shared_by(grids: tuple[Grid, Grid], scales: tuple[Tensor, Tensor], experts: 
 
 def _default(
     x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, ends: Tensor, grids: tuple[Grid, Grid], transposed: bool,
-    dtype: torch.dtype, fast: bool = False,
+    dtype: torch.dtype, fast: bool = False, plus: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """`plus`: what the product is added to."""
     if not multiplies_here(x, w, dtype) or not multiplies(grids, transposed):
-        return _reference(x, sx, w, sw, ends, grids, transposed, dtype, fast)
+        made = _reference(x, sx, w, sw, ends, grids, transposed, dtype, fast)
+        return made if plus is None else plus + made
     widths = list(grids[1])
     if not transposed:
         w, sw, widths = w.transpose(1, 2), sw.transpose(1, 2), [widths[0], widths[2], widths[1]]
-    return rows_fp8.product(x, sx, w, sw, ends, list(grids[0]), widths, dtype, fast)
+    return rows_fp8.product(x, sx, w, sw, ends, list(grids[0]), widths, dtype, fast, plus)
 
 
 def _default_dw(
@@ -157,6 +160,7 @@ def _into_dw(node: Node) -> Callable[..., None] | None:
 
 
 scaled_grouped_p = Routed("scaled_grouped", _reference, flops=_flops, fake=_fake, lowerings={"default": _default})
+scaled_grouped_add_p = Primitive("scaled_grouped_add", _default, flops=_flops)
 scaled_grouped_dw_p = Routed(
     "scaled_grouped_dw",
     _reference_dw,

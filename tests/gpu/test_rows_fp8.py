@@ -119,6 +119,9 @@ def test_products(name, case, d, f, dtype):
         for fast in (False, True):
             _poison()
             close(grouped.scaled_grouped_p.run()(*low, ends, grids, transposed, dtype, fast), want, 3e-3)
+            plus = torch.ones_like(want).to(dtype)
+            _poison()
+            close(grouped.scaled_grouped_add_p.run()(*low, ends, grids, transposed, dtype, fast, plus), want + 1, 3e-3)
     grids = recipe.rows_grid(d, True), recipe.rows_grid(f, True)
     assert grouped.multiplies_dw(grids)
     low = (*_low(x, ends, grids[0], recipe.forward), *_low(y, ends, grids[1], recipe.gradient))

@@ -10,11 +10,18 @@ from fmeg import Layout, Mesh, precision, tree
 from fmeg.lower import lower
 from fmeg.lower.experts import fuse_experts, gated_rows_bwd_p
 from fmeg.lower.hoist import hoist_casts
-from fmeg.lower.quantised_experts import quantise_matrices, quantise_turned, turn_ahead, turn_rows, widen_experts
+from fmeg.lower.quantised_experts import (
+    add_rows,
+    quantise_matrices,
+    quantise_turned,
+    turn_ahead,
+    turn_rows,
+    widen_experts,
+)
 from fmeg.lower.rewrite import everywhere
 from fmeg.models import moe, presets
 from fmeg.precision.formats import Format, quantize_p
-from fmeg.precision.grouped import scaled_grouped_dw_p, scaled_grouped_p
+from fmeg.precision.grouped import scaled_grouped_add_p, scaled_grouped_dw_p, scaled_grouped_p
 from fmeg.precision.pairs import pair_p
 from fmeg.precision.ragged import rows_amax_p, rows_quantize_p
 from fmeg.precision.turned import turn, turn_rows_p, turned_dw_p, turned_p
@@ -24,7 +31,7 @@ from fmeg.sharding.local import LocalScan, LocalScanBackward
 from fmeg.step.lowered import Compiled
 
 EXPERTS = dict(match="*layers*w_*", skip_first=0, skip_last=0)
-PASSES = (hoist_casts, fuse_experts, widen_experts, turn_rows, turn_ahead, quantise_turned, quantise_matrices)
+PASSES = (hoist_casts, fuse_experts, widen_experts, turn_rows, turn_ahead, quantise_turned, quantise_matrices, add_rows)
 
 
 def lowered(name, dtype=torch.float64, compute=None, mesh=None, layout=None, microbatches=1, **options):
@@ -92,9 +99,11 @@ def test_each_is_quantised_once(name):
     assert count(program, pair_p) == 3 and not count(forward, pair_p) and not count(backward, pair_p)
     for body, made in ((forward, 1), (backward, 2)):  # of tokens, sent and turned; gated rows, or their two cotangents
         assert count(body, quantize_p) == count(body, turn_rows_p) == 1 and count(body, turned_p) == made
-    assert [count(b, scaled_grouped_p) for b in (forward, backward)] == [3, 3]
+    assert [count(b, scaled_grouped_p) for b in (forward, backward)] == [3, 2] and count(
+        backward, scaled_grouped_add_p
+    ) == 1
     assert count(backward, turned_dw_p) == 3 and count(program, gated_rows_bwd_p) == 1
-    products = [n for b in (forward, backward) for n in b.nodes if n.op is scaled_grouped_p]
+    products = [n for b in (forward, backward) for n in b.nodes if n.op in (scaled_grouped_p, scaled_grouped_add_p)]
     assert all(n.args[6] for n in products)  # all matrices are read with what is contracted innermost
     assert all(n.args[6] is torch.float32 for n in backward.nodes if n.op is turned_dw_p)
     lies = sorted(n.args[6] for n in backward.nodes if n.op is turned_p)
