@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import fmeg
 from fmeg import Layout, Mesh, precision
-from fmeg.models import moe, presets
 from fmeg.program.errors import ShardingError
 from fmeg.testing import assert_equivalent
 from tests.ops import experts
@@ -137,24 +135,3 @@ def test_blocks_may_lie_on_several_ranks():
 def test_strict_refuses_blocks_that_are_cut_unevenly():
     with pytest.raises(ShardingError, match="strict: .*all_gather"):
         _check("blockwise", "blocks cut", strict=True)
-
-
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
-@pytest.mark.parametrize(
-    ("mesh", "layout", "schedule"),
-    [
-        (dict(pp=2, dp=2), dict(layers="pp", batch="dp", experts="dp"), "zb_h1"),
-        (dict(pp=2, tp=2), dict(layers="pp", experts="tp", heads="tp", kv_heads="tp", vocab="tp"), "1f1b"),
-    ],
-)
-def test_a_pipeline_is_one_device(name, mesh, layout, schedule):
-    cfg = presets.get("tiny-moe", dtype=torch.float64, embed=32, heads=2, kv_heads=2, expert_ff=16)
-    tokens = torch.randint(0, 257, (4, 9), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": torch.ones(4, 8, dtype=torch.float64)}
-    axes = {"params": moe.logical_axes(cfg), "batch": dict.fromkeys(batch, "batch seq")}
-    grad = fmeg.value_and_grad(
-        lambda p, b: moe.loss(p, b, cfg), microbatches=2, schedule=schedule, precision=RECIPES[name]
-    )
-    step = lambda params, batch: grad(params, batch)
-    params = moe.init(fmeg.random.key(0), cfg)
-    assert_equivalent(step, params, batch, mesh=Mesh(mesh), layout=Layout(**layout), axes=axes, tol=1e-10)
