@@ -6,6 +6,7 @@ In the given order, but:
     a collective                       begins as soon as its operands are there
     what needs one that is under way   comes after nodes off the spine whose estimated time covers it, if there are any
     nodes off the spine                are kept for that
+    what the host reads                comes after all of the spine that is ready: the GPU goes on while the host waits
 
 Every node still comes after those it needs, so no result changes.
 """
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from fmeg.program.cost import node_bytes, node_flops
 from fmeg.program.ir import Node
 from fmeg.program.structured import loop_of
+from fmeg.sharding.experts.copies import to_host_p
 from fmeg.sharding.groups import communicates
 
 ARITHMETIC, MEMORY, LINK = 5e14, 3e12, 2.5e11  # operations and bytes a second of one H200 with its neighbours
@@ -68,9 +70,9 @@ class _Order:
         return out
 
     def _rank(self, n: Node) -> tuple[float, int, int]:
-        """What must wait least first; of those that need not, collectives, the spine, the others, in the given
-        order."""
-        kind = 0 if communicates(n) else 1 if id(n) in self.spine else 2
+        """What must wait least first; of those that need not, collectives, the spine, what the host reads, the others,
+        in the given order."""
+        kind = 0 if communicates(n) else 2 if n.op is to_host_p else 1 if id(n) in self.spine else 3
         return max(self._arrived(n), self.now), kind, self.place[id(n)]
 
     def _arrived(self, n: Node) -> float:

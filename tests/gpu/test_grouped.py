@@ -180,6 +180,7 @@ def test_adding_up(tokens, k, d, total, dtype):
     run = lambda: [
         pack.pack(ct, order, limit, k, slots + 2), pack.unpack(rows, inverse, limit, k),
         pack.weigh(rows, inverse, limit, weights), *pack.weigh_bwd(*bwd),
+        *pack.weigh_bwd(ct, rows[:total], order[:total], inverse, limit, weights, None),
     ]  # fmt: skip
     want = run()
     rows, ct, order, inverse, weights = (t.cuda() for t in (rows, ct, order, inverse, weights))

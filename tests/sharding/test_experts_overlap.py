@@ -67,6 +67,18 @@ def test_shared_experts_run_while_tokens_travel():
     assert sum(names.count("einsum") for names in beside(op)) == 3
 
 
+def test_the_host_waits_once_tokens_are_packed():
+    """The GPU packs while the host reads sizes; then they travel before anything else is done."""
+    low, _, _ = lowered("dp")
+    [op] = bodies(low.program, LocalScan)
+    nodes = early(op.body.nodes)
+    [read] = [i for i, n in enumerate(nodes) if n.opname == "to_host"]
+    wide = next(i for i, n in enumerate(nodes) if n.op is EXCHANGE_ROWS and n.outs[0].shape[-1] == SIZES["embed"])
+    assert any(nodes[i].outs[0] is nodes[wide].args[0][0] for i in range(read))
+    assert not any(n.op is EXCHANGE_ROWS for n in nodes[:wide])
+    assert {n.opname for n in nodes[read + 1 : wide]} <= {"aten.slice.Tensor"}
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_bit_changes(name, late):

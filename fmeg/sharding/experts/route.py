@@ -104,13 +104,12 @@ def _local_route(places: Tensor, each: int, partly: bool, wire: Wire, rows: int)
         out["order"], ends = out["order"][: wire.room], ends.clamp(max=wire.room)
     elif wire.experts:
         assert table is not None
-        host = to_host_p(table)
-        sizes = host[wire.members :] if wire.exchanged else host
-        out["order"] = collectives.exchange_rows(out["order"], sizes[:1], (), back=False, rows=rows)
+        here = to_host_p(table)
         if wire.exchanged:
-            slots = wire.arrivals * wire.k
-            out["inverse"] = collectives.exchange_rows(out["inverse"], sizes[1:], (), back=False, rows=slots)
-            out["host"] = host[: wire.members]
+            out["host"], here, slots = here[: wire.members], here[-2:-1], here[-1:]
+            many = wire.arrivals * wire.k
+            out["inverse"] = collectives.exchange_rows(out["inverse"], slots, (), back=False, rows=many)
+        out["order"] = collectives.exchange_rows(out["order"], here, (), back=False, rows=rows)
     if wire.experts or partly:
         out["total"] = counts.sum()
     return out | {"ends": ends.to(torch.int32)}
