@@ -10,6 +10,7 @@ import torch
 from fmeg import Layout, Mesh, jit, tree
 from fmeg.kernels import experts, grouped
 from fmeg.ops import pack, routing
+from fmeg.sharding.experts.copies import arrive, depart
 from tests.ops.experts import AXES, BATCH_AXES, problem, step
 
 pytestmark = pytest.mark.gpu
@@ -219,3 +220,21 @@ def test_gated_rows(rows, f, weighted, dtype):
     _close(dpair, torch.cat(grads[:2], 1), dtype)
     if weighted:
         torch.testing.assert_close(dw.double(), grads[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [None, 700])
+@pytest.mark.parametrize(("members", "each", "k"), [(2, 64, 8), (8, 16, 8), (16, 1, 2)])
+def test_copies(members, each, k, width):
+    """Which tokens leave and arrive, as on a CPU; the host waits for nothing."""
+    places = torch.randint(0, members * each + 1, (members * 1000, k), generator=torch.Generator().manual_seed(0))
+    want = [depart(places[:1000], each, members), arrive(places, torch.tensor(1), each, members, width)]
+    places, me = places.cuda(), torch.tensor(1).cuda()
+    _poison()
+    arrive(places, me, each, members, width)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = [depart(places[:1000], each, members), arrive(places, me, each, members, width)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip((t for ts in got for t in ts), (t for ts in want for t in ts), strict=True):
+        assert torch.equal(a.cpu(), b)
