@@ -45,6 +45,33 @@ def rounded(x, kind: tl.constexpr):
 
 
 @triton.jit
+def float8(x, kind: tl.constexpr):
+    """float32 numbers as bytes of float8 `kind`, four of a thread at a time; saturating, NaN kept. See `four`."""
+    if kind == tl.float8e5:
+        low = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        tl.static_assert(kind == tl.float8e4nv)
+        low = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    return low
+
+
+@triton.jit
 def four(a, b, c, d, kind: tl.constexpr):
     """Four float32 numbers as bytes of float8 `kind` in one word, the first lowest; saturating, NaN kept.
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fmeg.kernels._triton_grouped import _place
+from fmeg.kernels._triton_math import float8
 
 ALL, ROW, EXPERT, RUN = (tl.constexpr(i) for i in range(4))
 
@@ -83,13 +84,14 @@ def quantize(
             s = tl.load(inverse + at)
         low = tl.clamp(v * s, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
         low = tl.where(live, low, 0.0)
+        low = float8(low, q.dtype.element_ty if q is not None else turned.dtype.element_ty)
         if q is not None:
             at = row.to(tl.int64)[:, None] * columns + col[None, :]
-            tl.store(q + at, low.to(q.dtype.element_ty), mask=live)
+            tl.store(q.to(tl.pointer_type(tl.uint8), bitcast=True) + at, low, mask=live)
         if turned is not None:
-            low = low.to(turned.dtype.element_ty)
             at = col.to(tl.int64)[:, None] * width + (tile * TALL + tl.arange(0, TALL))[None, :]
-            tl.store(turned + at, tl.trans(low), mask=(col < columns)[:, None])
+            t = turned.to(tl.pointer_type(tl.uint8), bitcast=True)
+            tl.store(t + at, tl.trans(low), mask=(col < columns)[:, None])
 
 
 @triton.jit
