@@ -189,8 +189,9 @@ def test_adding_up(tokens, k, d, total, dtype):
     bwd = (ct, rows, order, inverse, limit, weights, slots + 2)
     _poison()
     got = run()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.cpu(), b, **({} if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)))
+    near = dict(rtol=2e-6, atol=1e-6 * d**0.5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
+    for a, b in zip(got, want, strict=True):  # a weight's gradient sums d products, in another order
+        torch.testing.assert_close(a.cpu(), b, **near)
 
 
 @pytest.mark.parametrize("n", [1, 5, 128, 300])
