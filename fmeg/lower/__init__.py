@@ -19,8 +19,8 @@ vendor          another library's kernels, where asked for
 beside          gathers and reductions in parts, beside the products they feed or that feed them, where asked for
 """
 
-from fmeg.lower.beside import beside, is_beside
+from fmeg.lower.beside import beside, hidden
 from fmeg.lower.pipeline import lower
 from fmeg.lower.vendor import check_lowering, vendor_kernels
 
-__all__ = ["beside", "check_lowering", "is_beside", "lower", "vendor_kernels"]
+__all__ = ["beside", "check_lowering", "hidden", "lower", "vendor_kernels"]

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from fmeg.lower.added import einsum_add_p
-from fmeg.lower.rewrite import depends, everywhere, in_order, uses, with_nodes
+from fmeg.lower.rewrite import Known, depends, everywhere, in_order, uses, with_nodes
 from fmeg.mesh.beside import Peers, gathered, scattered
 from fmeg.ops.collectives import ALL_GATHER, REDUCE_SCATTER
 from fmeg.ops.einsum import einsum_p, parse_equation
-from fmeg.ops.into import product_of_rows
+from fmeg.ops.into import product_of_rows, write
 from fmeg.program.cost import node_flops
 from fmeg.program.ir import Node, Program, Value, map_values
+from fmeg.program.structured import walk
 from fmeg.sharding.execute import Executable, Mode
 
 _add = torch.ops.aten.add.Tensor
@@ -126,46 +127,45 @@ class ProductScattered(Beside):
     def _plan(self, equation: str, *numbers: int) -> tuple[Sequence[int], list[int | None], Callable[..., None]]:
         """Which args, along which dimension each is cut, and what writes or adds the term of those."""
         if not equation:
-            return numbers, [self.dim], _write
+            return numbers, [self.dim], write
         ins, out = parse_equation(equation)
         name = out[self.dim]
         dims = [names.index(name) if name in names else None for names in ins]
         return numbers, dims, product_of_rows(equation, 0 if dims[0] is not None else 1, self.dim)
 
 
-def _write(memory: Tensor, x: Tensor, add: bool) -> None:
-    if add:
-        memory.add_(x)
-    else:
-        memory.copy_(x)
-
-
-def beside(program: Program, axes: Collection[str]) -> Program:
+def beside(program: Program, axes: Collection[str], known: Known | None = None) -> Program:
     """The Program with both operations wherever a collective along these mesh axes alone is read by products, or reads
-    them."""
-    if not axes:
-        return program
-    for step in (_gathers, _reductions, _inside):
-        program = everywhere(partial(step, axes=axes), program)
-    return program
+    them. `known`: see `everywhere`."""
+    return everywhere(partial(_rewritten, axes=axes), program, known) if axes else program
 
 
-def is_beside(node: Node) -> bool:
-    """Whether a node is one of both, or will be cut into Programs that may have them."""
-    return isinstance(node.op, Beside) or bool(getattr(node.op, "beside", ()))
+def hidden(program: Program) -> set[str]:
+    """The mesh axes along which something goes on beside products."""
+    found: set[str] = set()
+    for n, _, _ in walk(program):
+        if isinstance(n.op, Beside):
+            found |= set(n.op.axes)
+        elif axes := getattr(n.op, "beside", ()):
+            found |= hidden(beside(n.op.body, axes))
+    return found
 
 
-def _inside(program: Program, axes: Collection[str]) -> Program:
-    """Operations that rewrite their own bodies, when they are cut up, are told."""
+def _rewritten(program: Program, axes: Collection[str]) -> Program:
+    program = _reductions(_gathers(program, axes), axes)
     return with_nodes(program, [_told(n, axes) if hasattr(n.op, "beside") else n for n in program.nodes])
 
 
 def _told(n: Node, axes: Collection[str]) -> Node:
+    """An operation that is cut up, and rewrites what it is cut into."""
     return Node(replace(n.op, beside=tuple(axes)), n.args, n.kwargs, n.outs, n.source, n.phase, n.tags)
 
 
 def _moves(n: Node, op: object, axes: Collection[str]) -> bool:
-    return n.op is op and len(n.outs) == 1 and set(n.args[1]) <= set(axes) and prod(n.outs[0].shape) > 0
+    if n.op is not op or len(n.outs) > 1:
+        return False
+    along = set(n.args[1])
+    return bool(along) and along <= set(axes) and prod(n.outs[0].shape) > 0
 
 
 def _gathers(program: Program, axes: Collection[str]) -> Program:

@@ -11,6 +11,7 @@ from fmeg.program.ir import Node, Program, Value, map_values, values_in
 from fmeg.sharding.local import LocalAccumulate, LocalScan, LocalScanBackward
 
 Pass = Callable[[Program], Program]
+Known = dict[int, tuple[Program, Program]]  # by id, a Program and what became of it
 
 
 def with_operands(node: Node, new: Callable[[Value], Value]) -> Node:
@@ -25,12 +26,17 @@ def with_nodes(program: Program, nodes: list[Node], outputs: Sequence[Any] | Non
     return Program(program.inputs, nodes, outs, program.names, program.name)
 
 
-def everywhere(fn: Pass, program: Program) -> Program:
-    """`fn` on the Program and on the bodies of its loops, innermost first."""
+def everywhere(fn: Pass, program: Program, known: Known | None = None) -> Program:
+    """`fn` on the Program and on the bodies of its loops, innermost first. `known`: bodies that are rewritten already,
+    for Programs that share them."""
+    known = {} if known is None else known
     nodes = []
     for n in program.nodes:
         if isinstance(n.op, (LocalScan, LocalScanBackward, LocalAccumulate)):
-            op = replace(n.op, body=everywhere(fn, n.op.body))
+            body = n.op.body
+            if id(body) not in known:
+                known[id(body)] = body, everywhere(fn, body, known)
+            op = replace(n.op, body=known[id(body)][1])
             nodes.append(Node(op, n.args, n.kwargs, n.outs, n.source, n.phase, n.tags))
         else:
             nodes.append(n)

@@ -297,12 +297,14 @@ class DistributedBackend:
         return self._groups[axes]
 
     def peers(self, axes: Axes) -> SymmetricMemory | None:
-        """Memory that the members of this process's group over `axes` read of one another; None on CPUs. All of them
-        must come here. Raises MeshError where they are on several hosts."""
+        """Memory that the members of this process's group over `axes` read of one another; None on CPUs, and for a
+        group
+        of one. All of them must come here. Raises MeshError where they are on several hosts."""
         group = self.group(axes)
-        if not self._nccl or group.transport.group is None:
+        if not self._nccl or len(group.ranks) == 1:
             return None
         if axes not in self._peers:
+            assert group.transport.group is not None
             order = [sorted(group.ranks).index(r) for r in group.ranks]
             self._peers[axes] = SymmetricMemory(group.transport.group, order, group.index, self._device)
         return self._peers[axes]

@@ -37,7 +37,7 @@ def product_of_rows(equation: str, rows: int, lead: int) -> Into:
     kept, free = ([n for n in out if n in names] for names in (a, b))
     every = len(contracted) + len(kept) == len(a) and len(contracted) + len(free) == len(b)
     if not contracted or not every or list(out) != [*kept, *free]:
-        return lambda memory, x, y, add: _write(memory, einsum_p.run()(equation, x, y), add)
+        return lambda memory, x, y, add: write(memory, einsum_p.run()(equation, x, y), add)
     of_a, of_b = (
         [names.index(n) for n in order] for names, order in ((a, [*kept, *contracted]), (b, [*contracted, *free]))
     )
@@ -65,7 +65,8 @@ def product_of_rows(equation: str, rows: int, lead: int) -> Into:
     return into
 
 
-def _write(memory: Tensor, x: Tensor, add: bool) -> None:
+def write(memory: Tensor, x: Tensor, add: bool) -> None:
+    """A tensor into memory, or added to what is there."""
     if add:
         memory.add_(x)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fmeg.lower.beside import beside
+from fmeg.lower.rewrite import Known
 from fmeg.pipeline.comms import with_parameters
 from fmeg.pipeline.cut import Cutter, Stage
 from fmeg.pipeline.errors import ScheduleError
@@ -273,13 +274,14 @@ class _Runner:
         last = schedule.stages - 1
         self.stages = {s: cutter.stage(spans[s], s == 0, s == last) for s in sorted(mine)}
         self.bodies: dict[int, Executable] = {}
+        self.known: Known = {}
         self.pieces = {s: self._pieces(st, s) for s, st in self.stages.items()}
 
     def _pieces(self, stage: Stage, s: int) -> Pieces:
         op = self.op
 
         def executable(program: Program) -> Executable:
-            return Executable(beside(program, op.beside), self.ranks.inner, self.bodies, self.mode)
+            return Executable(beside(program, op.beside, self.known), self.ranks.inner, self.bodies, self.mode)
 
         forward, n = executable(stage.forward), len(self.op.body.inputs)
         used = {i for p in (stage.forward, stage.backward) for i in used_inputs(p, n)}

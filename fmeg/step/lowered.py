@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmeg import tree
-from fmeg.lower import beside, check_lowering, is_beside, lower, vendor_kernels
+from fmeg.lower import beside, check_lowering, hidden, lower, vendor_kernels
 from fmeg.mesh import Mesh
 from fmeg.pipeline.op import Storage, start_early
 from fmeg.program import autocast
@@ -79,13 +79,14 @@ class Lowered:
 
     def _beside(self, program: Program, axes: tuple[str, ...]) -> Program:
         new = beside(program, axes)
-        if self.mesh.axis_size(axes) > 1 and not any(is_beside(n) for n, _, _ in walk(new)):
-            raise ValueError(
-                f"jit({self.name}): overlap names {', '.join(axes)}, but no product reads what is gathered along it, "
-                "and none is reduced and scattered along it. With tensor parallelism the layout must shard the "
-                "residual "
-                'stream too, as res_seq="tp"; or leave `overlap` out'
-            )
+        found = hidden(new)
+        for a in axes:
+            if self.mesh.sizes[a] > 1 and a not in found:
+                raise ValueError(
+                    f"jit({self.name}): overlap names {a}, but no product reads what is gathered along it, and none is "
+                    "reduced and scattered along it. With tensor parallelism the layout must shard the residual stream "
+                    'too, as res_seq="tp"; or leave it out of `overlap`'
+                )
         return new
 
     def _reused(self) -> dict[int, int]:

@@ -20,6 +20,7 @@ from fmeg.mesh.symmetric import hosts
 from fmeg.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from fmeg.ops.einsum import einsum_p
 from fmeg.ops.into import product_of_rows
+from fmeg.pipeline.op import LocalPipeline
 from fmeg.program.cost import flops
 from fmeg.program.errors import MeshError
 from fmeg.program.ir import Node, Program, TensorType, Value
@@ -116,6 +117,19 @@ def test_the_same_bits_within_the_stages_of_a_pipeline(schedule):
         fmeg.jit(one, mesh=Mesh(pp=2, tp=2), layout=Layout(layers="pp", **TP), **how), state, batch, 1
     )
     same(run(overlap="tp"), run())
+
+
+def test_layers_of_all_stages_stay_one_program():
+    """What is rewritten is compiled once for all stages, as what is not."""
+    state, batch = verify.problem(CFG)
+    one = verify.make_step(CFG, verify.optimizer_under_test(), 2, schedule="1f1b")
+    low = fmeg.jit(one, mesh=Mesh(pp=2, tp=2), layout=Layout(layers="pp", **TP)).lower(state, batch)
+    [body] = [n.op.body for n in low.program.nodes if isinstance(n.op, LocalPipeline)]
+    known = {}
+    twice = [beside(body, ["tp"], known) for _ in range(2)]
+    first, second = ([n.op.body for n in p.nodes if isinstance(n.op, (LocalScan, LocalScanBackward))] for p in twice)
+    assert len(first) == 2 and all(a is b for a, b in zip(first, second, strict=True))
+    assert all({GatheredProducts, ProductScattered} <= set(kinds(p)) for p in first)
 
 
 @pytest.fixture
@@ -312,7 +326,7 @@ def untouched(m, *outputs):
 
 def test_what_stays_as_it_is():
     """A contracted or shared dimension; a sum that is read elsewhere; a product that needs what the gather gave; no
-    product at all; several tensors in one collective; nothing in it."""
+    product at all; nothing in the collective; no axes."""
     m = Maker()
     g = m.node(ALL_GATHER, [m.input(2, 3)], ("tp",), (1,), shape=(2, 6))
     untouched(m, m.einsum("b s, s d -> b d", g, m.input(6, 2)))
@@ -329,6 +343,9 @@ def test_what_stays_as_it_is():
     untouched(m, m.node(REDUCE_SCATTER, [m.input(4, 2)], ("tp",), (0,), shape=(2, 2)))
     m = Maker()
     g = m.node(ALL_GATHER, [m.input(0, 2)], ("tp",), (0,), shape=(0, 2))
+    untouched(m, m.einsum("s d, d f -> s f", g, m.input(2, 2)))
+    m = Maker()
+    g = m.node(ALL_GATHER, [m.input(3, 2)], (), (0,), shape=(3, 2))
     untouched(m, m.einsum("s d, d f -> s f", g, m.input(2, 2)))
 
 
@@ -364,11 +381,20 @@ def test_an_axis_that_does_not_exist():
         low.compile(overlap=["dp"])
 
 
-def test_an_axis_along_which_nothing_can_be_hidden():
+@pytest.mark.parametrize(
+    ("axes", "layout", "overlap", "unused"),
+    [
+        (dict(tp=2), {**TP, "res_seq": ()}, "tp", "tp"),
+        (dict(pp=2, tp=2), {**TP, "res_seq": (), "layers": "pp"}, "tp", "tp"),
+        (dict(dp=2, tp=2), {**TP, "batch": "dp"}, ("tp", "dp"), "dp"),
+        (dict(pp=2, tp=2), {**TP, "layers": "pp"}, ("tp", "pp"), "pp"),
+    ],
+)
+def test_an_axis_along_which_nothing_can_be_hidden(axes, layout, overlap, unused):
     state, batch = verify.problem(CFG)
-    layout = Layout(**{**TP, "res_seq": ()})
-    f = fmeg.jit(verify.make_step(CFG, verify.optimizer_under_test()), mesh=Mesh(tp=2), layout=layout, overlap="tp")
-    with pytest.raises(ValueError, match=r'jit\(step\): overlap names tp, but no product .* as res_seq="tp"'):
+    step = verify.make_step(CFG, verify.optimizer_under_test(), 2, schedule="1f1b" if "pp" in axes else None)
+    f = fmeg.jit(step, mesh=Mesh(axes), layout=Layout(**layout), overlap=overlap)
+    with pytest.raises(ValueError, match=rf'jit\(step\): overlap names {unused}, but no product .* as res_seq="tp"'):
         f(state, batch)
 
 
@@ -381,8 +407,7 @@ def test_an_axis_of_one_rank():
     same(run(overlap="tp"), run())
 
 
-# -- processes that read one another's memory
-# ----------------------------------------------------------------------------
+# -- processes that read one another's memory --------------------------------------------------------------------------
 def _whole_steps(axes, layout, schedule=None, **how):
     """Two optimizer steps, each process reading the files of others, against one device. Returns how often memory was
     asked for."""
@@ -441,6 +466,13 @@ def two_hosts():
     assert hosts(tp.transport.group) == [f"host{dist.get_rank() // 2}"] * 2
 
 
+def one_process():
+    """Nothing is shared by a group of one, be it that of all processes."""
+    b = Mesh(tp=1, backend="distributed").backend()
+    b._nccl = True
+    assert PEERS(b, ("tp",)) is None
+
+
 CHECKS = (tensor_and_zero3, an_axis_cut_in_two_the_other_way_round, stages, two_hosts)
 
 
@@ -453,6 +485,12 @@ def outcome():
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_processes(check):
     failures = outcome()[check.__name__]
+    assert not failures, failures[0]
+
+
+@pytest.mark.distributed
+def test_a_process_alone():
+    failures = processes.run((one_process,), 1)["one_process"]
     assert not failures, failures[0]
 
 
