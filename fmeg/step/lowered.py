@@ -12,6 +12,7 @@ import torch
 from fmeg import tree
 from fmeg.lower import beside, check_lowering, hidden, lower, vendor_kernels
 from fmeg.mesh import Mesh
+from fmeg.ops.collectives import Collective
 from fmeg.pipeline.op import Storage, start_early
 from fmeg.program import autocast
 from fmeg.program.cost import Cost, cost
@@ -58,6 +59,8 @@ class Lowered:
         check_lowering("compile", lowering)
         axes = check_overlap("compile", overlap, self.mesh)
         program, backend = start_early(self.program), self.mesh.backend()
+        for along in dict.fromkeys(n.args[1] for n, _, _ in walk(self.program) if isinstance(n.op, Collective)):
+            backend.prepare(along)  # stages of a pipeline come to them in different orders
         if mode == "eager":
             return Compiled(self, Executable(vendor_kernels(self._beside(program, axes), lowering), backend))
         into = self._reused() if backend.plain else {}

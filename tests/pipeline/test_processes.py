@@ -108,6 +108,16 @@ def several_scans():
         assert all(torch.equal(x, y) for x, y in zip(real, virtual, strict=True)), schedule
 
 
+def orders_of_groups():
+    """The first stage begins with a reduction along tk, the second with a gather along tk and tr."""
+    from fmeg.testing import assert_equivalent, verify
+
+    cfg, both = verify.config(), ("tk", "tr")
+    layout = Layout(layers="pp", heads=both, kv_heads="tk", ff=both, vocab="tk", res_seq=both)
+    step = verify.make_step(cfg, verify.optimizer_under_test(), 2, schedule="1f1b")
+    assert_equivalent(step, *verify.problem(cfg), mesh=Mesh(pp=2, tk=2, tr=2, backend="distributed"), layout=layout)
+
+
 CHECKS = [pp4, pp2_dp2, several_scans, reductions, recorded_runs, lost_message]  # the last one breaks the group
 
 
@@ -119,3 +129,8 @@ def results():
 @pytest.mark.parametrize("name", [c.__name__ for c in CHECKS])
 def test_four_processes(name, results):
     assert not results[name], "\n".join(results[name])
+
+
+def test_eight_processes():
+    failures = processes.run([orders_of_groups], 8)["orders_of_groups"]
+    assert not failures, failures[0]
