@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+PIECES = 64  # copies that are launched in the time of a product
+
 
 class Peers(Protocol):
     """Memory of each member of a group that all others may read, and the order of what each launches.
@@ -98,7 +100,7 @@ def scattered(
     """The sum over the members of what each produces for this one.
 
     `produce(member, memory)` writes what is for a member, contiguous, of `shape`: for the next member first, for this
-    one last. Summed in group order, in float32 where the parts are narrower, and rounded once.
+    one last. Summed in float32 where the parts are narrower, and rounded once.
     """
     n, me = peers.size, peers.index
     parts = torch.empty((n, *shape), dtype=dtype, device=device)
@@ -118,8 +120,11 @@ def scattered(
 
 
 def _copy(target: Tensor, source: Tensor, dim: int) -> None:
-    """In pieces that are contiguous on both sides, as copy engines take them; only `dim` of the target may be cut out
-    of a larger one."""
+    """In as few pieces as are contiguous on both sides, as copy engines take them, or by one kernel where those are
+    many; only `dim` of the target may be cut out of a larger one."""
     rows, rest = prod(target.shape[:dim]), target.shape[dim:]
+    if target.is_contiguous() or rows > PIECES:
+        target.copy_(source)
+        return
     for a, b in zip(target.view(rows, *rest), source.view(rows, *rest), strict=True):
         a.copy_(b)

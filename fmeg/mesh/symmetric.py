@@ -87,9 +87,9 @@ class SymmetricMemory:
             handle = symm.rendezvous(own, self._group.group_name)
         except (ImportError, AttributeError, RuntimeError) as error:
             raise MeshError(
-                "symmetric memory: the GPUs of this group cannot read one another's memory "
-                f"({(str(error).splitlines() or [''])[0]}). Leave `overlap` out, or run the axis on GPUs of one host "
-                "that NVLink joins"
+                f"symmetric memory: {nbytes} bytes that the GPUs of this group read of one another cannot be had "
+                f"({(str(error).splitlines() or [''])[0]}). Leave `overlap` out; or free memory, or run the axis on "
+                "GPUs of one host that NVLink joins"
             ) from error
         self._held.append((own, handle))
         self._have, self._known = nbytes, {}

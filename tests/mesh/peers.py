@@ -173,12 +173,9 @@ class Recorded(TorchDispatchMode):
 
 def _spans(x: Tensor) -> list[tuple[int, int]]:
     """The bytes of a tensor: of each of its slices if it does not lie in one piece."""
-    if x.numel() == 0:
-        return []
-    if x.is_contiguous() or x.ndim < 2:
-        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        return [(x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size())]
-    return [s for i in range(x.shape[0]) for s in _spans(x[i])]
+    if x.is_contiguous():
+        return [(x.data_ptr(), x.data_ptr() + x.nbytes)] if x.numel() else []
+    return [s for part in x for s in _spans(part)]
 
 
 class Files:

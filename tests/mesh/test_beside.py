@@ -75,6 +75,16 @@ def test_scattered(n):
     assert not group.races()
 
 
+@pytest.mark.parametrize(
+    ("shape", "whole", "pieces"), [((3, 2, 4), False, 1), ((3, 2, 4), True, 3), ((65, 2), False, 1), ((65, 2), True, 1)]
+)
+def test_copies_are_few(shape, whole, pieces):
+    """One of each other member's part, if it lies in one piece, or is cut into many."""
+    _, _, group = gather_rounds(3, shape, 1, whole)
+    copies = {(a.lane, a.at) for a in group.accesses if a.lane[1] == "apart" and a.op == "aten::copy_"}
+    assert len(copies) == 3 * ROUNDS * pieces * (3 if whole else 2)
+
+
 def test_a_sum_is_rounded_once():
     """256 + 1 + 1 + … in bfloat16: rounded after each, it stays 256."""
     parts = [256.0, 1.0, 1.0, 1.0]
