@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two train fsdp tensor --mode inductor [--no-overlap] [--profile DIR]
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two --ctas 8 [--high-priority] train fsdp        # SMs for NCCL
     torchrun --nproc_per_node=2 -m benchmarks.gpu_two --device cpu --tiny train fsdp                 # a rehearsal, Gloo
+    python -m benchmarks.gpu_two --alone 2 [--link 230] train fsdp tensor experts     # one rank of two, on one GPU
 
 Layouts, over all n GPUs: `fsdp` (parameters and optimizer sharded, gathered layer by layer), `tensor` (tensor and
 sequence parallel), `tensor-beside` (that, with `overlap="tp"`: gathers and reductions by copies beside products),
@@ -17,6 +18,9 @@ peak bytes    `torch.cuda.max_memory_allocated` of the first GPU after the first
 nccl_s        with `--profile`: time of one step in which a communication kernel runs on the first GPU (it includes
               waiting for the others); hidden_s: the part of it in which another kernel runs too. Copies from another
               GPU's memory are no kernels and not in it
+
+`--alone n`: what a rank of n would do if communication cost nothing or, with `--link`, as long as a wire of so many
+GB/s takes (`benchmarks.alone`); the losses mean nothing, and tokens/s of all are n times those of the one.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 import fmeg
+from benchmarks.alone import Link, alone
 from benchmarks.gpu import MODELS, PEAK, WARM, Config, loss_of, model_of, random_state
 from fmeg import Layout, Mesh, TrainState, optim, tree
 from fmeg.mesh import init_distributed
@@ -77,6 +82,7 @@ CHECKS: dict[str, tuple[str, str, Layout, str | None]] = {
     "experts": ("mixtral-8x7b", "dp", Layout(**MOE), None),
     "experts-gathered": ("mixtral-8x7b", "dp", Layout(**MOE, dispatch="all_gather"), None),
 }
+ALONE = {"fsdp", "tensor", "experts", "experts-gathered"}
 BESIDE = {"tensor-beside": "tp", "tensor + sequence, beside": "tp"}
 
 
@@ -102,12 +108,14 @@ class Row:
     hidden_s: float = 0.0
     step_s: float = 0.0
     ctas: int | None = None
+    alone: bool = False
+    link: float = 0.0
     high_priority: bool = False
     versions: str = ""
 
 
 def say(*what: Any) -> None:
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(*what, flush=True)
 
 
@@ -117,9 +125,12 @@ def synchronised(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def mesh_over(axis: str, overlap: bool) -> Mesh:
-    """All processes along one axis."""
-    mesh = Mesh({axis: dist.get_world_size()})
+def mesh_over(axis: str, overlap: bool, size: int | None = None, link: Link | None = None) -> Mesh:
+    """All processes along one axis; `size`: one of so many, alone."""
+    if size is not None:
+        mesh = alone(axis, size, torch.device("cuda" if torch.cuda.is_available() else "cpu"), link)
+    else:
+        mesh = Mesh({axis: dist.get_world_size()})
     mesh.backend().overlap = overlap  # type: ignore[attr-defined]
     return mesh
 
@@ -141,7 +152,7 @@ def train(name: str, args: argparse.Namespace) -> Row:
     """Some steps with one layout."""
     cfg, (_, seq) = (TINY_MOE if args.model.startswith("M") else TINY) if args.tiny else MODELS[args.model]
     axis, layout, schedule = LAYOUTS[name]
-    mesh = mesh_over(axis, not args.no_overlap)
+    mesh = mesh_over(axis, not args.no_overlap, args.alone, args.link)
     device = mesh.device
     torch.set_default_device(device)
     how = dict(microbatches=args.microbatches, schedule=schedule) if schedule else {}
@@ -170,10 +181,13 @@ def train(name: str, args: argparse.Namespace) -> Row:
         model, name, args.mode, not args.no_overlap, n, rows, seq, microbatches,
         tokens, tokens / n, mfu, peak, times[0], loss, step_s=median,
         ctas=args.ctas, high_priority=args.high_priority,
+        alone=args.alone is not None, link=args.link.bytes_s if args.link else 0.0,
         versions=f"torch {torch.__version__}" + (f", {torch.cuda.get_device_name()}" if device.type == "cuda" else ""),
     )  # fmt: skip
     if args.profile:
-        path = os.path.join(args.profile, f"{name}{'' if row.overlap else '-no-overlap'}-rank{dist.get_rank()}.json")
+        path = os.path.join(
+            args.profile, f"{name}{'' if row.overlap else '-no-overlap'}-rank{mesh.backend().ranks[0]}.json"
+        )
         nccl, hidden = profiled(lambda: run(state, batch), path, device)
         row = replace(row, nccl_s=nccl, hidden_s=hidden)
     return row
@@ -247,6 +261,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--ctas", type=int, help="multiprocessors that a collective of NCCL may take at most")
     parser.add_argument("--high-priority", action="store_true", help="NCCL's kernels start before others")
+    parser.add_argument("--alone", type=int, help="one rank of so many, in this process, without the others")
+    parser.add_argument("--link", type=lambda x: Link(float(x) * 1e9), help="with --alone: GB/s that a rank receives")
     commands = parser.add_subparsers(dest="command", required=True)
     a = commands.add_parser("check")
     a.add_argument("names", nargs="*")
@@ -265,7 +281,10 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
-    init_distributed(ctas=args.ctas, high_priority=args.high_priority)
+    if args.alone is None:
+        init_distributed(ctas=args.ctas, high_priority=args.high_priority)
+    elif args.command != "train" or not {*args.layouts} <= ALONE:
+        parser.error(f"--alone trains {', '.join(sorted(ALONE))}; other layouts need the other processes")
     failed: list[str] = []
     if args.command == "train":
         for name in args.layouts:
@@ -280,7 +299,8 @@ def main() -> None:
             if not check(name, overlap, args.mode)
         ]
         say("CHECK " + (f"failed: {'; '.join(failed)}" if failed else "all equal"))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if failed:
         raise SystemExit(1)
 
