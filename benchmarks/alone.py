@@ -19,7 +19,7 @@ from torch import Tensor
 from fmeg import Mesh
 from fmeg.mesh.distributed import DistributedBackend, Group
 from fmeg.mesh.index import RankIndex
-from fmeg.mesh.transport import Started, Transport
+from fmeg.mesh.transport import Started, Transport, cut, in_pieces, merge
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,21 @@ class AloneTransport(Transport):
         return self._carry(move, outs, xs, later, 2 * _nbytes(outs) * (self.size - 1) // self.size)
 
     def start_reduce_scatter(
-        self, xs: Sequence[Tensor], later: bool = True, outs: Sequence[Tensor | None] = ()
+        self, xs: Sequence[Tensor], dims: Sequence[int], later: bool = True, outs: Sequence[Tensor | None] = ()
     ) -> Started:
         given = [*outs] or [None] * len(xs)
-        results = [x.new_empty(x.shape[1:]) if o is None else o for x, o in zip(xs, given, strict=True)]
-        sent = [x.contiguous() for x in xs]
+        mine = [cut(x, d, self.size)[self.index] for x, d in zip(xs, dims, strict=True)]
+        results = [torch.empty_like(m, memory_format=torch.contiguous_format) if o is None else o
+                   for m, o in zip(mine, given, strict=True)]  # fmt: skip
+        for x, d in zip(xs, dims, strict=True):
+            if not in_pieces(x, d):
+                cut(x, d, self.size).contiguous()
 
         def move() -> None:
-            for r, s in zip(results, sent, strict=True):
-                torch.mul(s[self.index], self.size, out=r)
+            for r, m in zip(results, mine, strict=True):
+                torch.mul(m, self.size, out=r)
 
-        return self._carry(move, results, sent, later, _nbytes(results) * (self.size - 1))
+        return self._carry(move, results, xs, later, _nbytes(results) * (self.size - 1))
 
     def start_exchange_rows(
         self, out: Tensor, x: Tensor, send: Sequence[int], receive: Sequence[int], later: bool = True
@@ -128,9 +132,12 @@ class AloneTransport(Transport):
         done = self._carry(move, [out], [x], later, others * x[:1].nbytes)
         return lambda: done()[0]
 
-    def _gather(self, xs: Sequence[Tensor], later: bool = False) -> Started:
-        outs = [x.new_empty(self.size, *x.shape) for x in xs]
-        return self._repeat(outs, [x.contiguous() for x in xs], later)
+    def start_gather(self, xs: Sequence[Tensor], dims: Sequence[int], later: bool = True) -> Started:
+        done = self._repeat([x.new_empty(self.size, *x.shape) for x in xs], [x.contiguous() for x in xs], later)
+        return lambda: [
+            y.view(*x.shape[:d], -1, *x.shape[d + 1 :]) if in_pieces(x, d) else merge(y, d)
+            for x, y, d in zip(xs, done(), dims, strict=True)
+        ]
 
     def _exchange(self, xs: Sequence[Tensor], later: bool = False) -> Started:
         sent = [x.contiguous() for x in xs]

@@ -18,7 +18,7 @@ from fmeg.mesh.index import RankIndex
 from fmeg.mesh.mesh import Mesh
 from fmeg.mesh.rows import BYTES, sent_and_received
 from fmeg.mesh.symmetric import SymmetricMemory
-from fmeg.mesh.transport import Started, Transport, waiting
+from fmeg.mesh.transport import Started, Transport, cut, merge, waiting
 from fmeg.program.errors import MeshError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class DistributedBackend:
         group = self.group(axes)
         if len(group.ranks) == 1:
             return list(xs)
-        return [_merge(x, d) for x, d in zip(group.transport.gather(xs), dims, strict=True)]
+        return group.transport.gather(xs, dims)
 
     def reduce_scatter(self, xs: Sequence[Value], axes: Axes, dims: Sequence[int]) -> list[Value]:
         group = self.group(axes)
@@ -146,7 +146,7 @@ class DistributedBackend:
         dims = checks.split_dimensions("reduce_scatter", dims, [x.shape for x in xs], axes, n)
         if n == 1:
             return list(xs)
-        return group.transport.reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)])
+        return group.transport.reduce_scatter(xs, dims)
 
     def start_all_reduce(self, xs: Sequence[Value], axes: Axes, op: str = "sum") -> Started:
         """`all_reduce`, begun; the result waits for it. Members must begin and wait in the same order."""
@@ -158,10 +158,7 @@ class DistributedBackend:
         """`all_gather`, begun, likewise."""
         dims = checks.dimensions("all_gather", dims, [x.shape for x in xs])
         group, same = self.group(axes), list(xs)
-        if len(group.ranks) == 1:
-            return lambda: same
-        started = group.transport.start_gather(xs)
-        return lambda: [_merge(x, d) for x, d in zip(started(), dims, strict=True)]
+        return (lambda: same) if len(group.ranks) == 1 else group.transport.start_gather(xs, dims)
 
     def start_reduce_scatter(
         self, xs: Sequence[Value], axes: Axes, dims: Sequence[int], outs: Sequence[Tensor | None] = ()
@@ -172,7 +169,7 @@ class DistributedBackend:
         dims = checks.split_dimensions("reduce_scatter", dims, [x.shape for x in xs], axes, n)
         if n == 1:
             return lambda: same
-        return group.transport.start_reduce_scatter([_cut(x, d, n) for x, d in zip(xs, dims, strict=True)], outs=outs)
+        return group.transport.start_reduce_scatter(xs, dims, outs=outs)
 
     def all_to_all(
         self, xs: Sequence[Value], axes: Axes, split_dims: Sequence[int], concat_dims: Sequence[int]
@@ -183,8 +180,8 @@ class DistributedBackend:
         concat = checks.dimensions("all_to_all", concat_dims, [x.shape for x in xs])
         if n == 1:
             return list(xs)
-        moved = group.transport.exchange([_cut(x, d, n) for x, d in zip(xs, split, strict=True)])
-        return [_merge(x, d) for x, d in zip(moved, concat, strict=True)]
+        moved = group.transport.exchange([cut(x, d, n) for x, d in zip(xs, split, strict=True)])
+        return [merge(x, d) for x, d in zip(moved, concat, strict=True)]
 
     def start_all_to_all(
         self, xs: Sequence[Value], axes: Axes, split_dims: Sequence[int], concat_dims: Sequence[int]
@@ -196,8 +193,8 @@ class DistributedBackend:
         concat = checks.dimensions("all_to_all", concat_dims, [x.shape for x in xs])
         if n == 1:
             return lambda: same
-        started = group.transport.start_exchange([_cut(x, d, n) for x, d in zip(xs, split, strict=True)])
-        return lambda: [_merge(x, d) for x, d in zip(started(), concat, strict=True)]
+        started = group.transport.start_exchange([cut(x, d, n) for x, d in zip(xs, split, strict=True)])
+        return lambda: [merge(x, d) for x, d in zip(started(), concat, strict=True)]
 
     def ppermute(self, x: Value, axes: Axes, perm: Sequence[tuple[int, int]]) -> Value:
         return self.start_ppermute([x], axes, perm)()[0]
@@ -298,8 +295,7 @@ class DistributedBackend:
 
     def peers(self, axes: Axes) -> SymmetricMemory | None:
         """Memory that the members of this process's group over `axes` read of one another; None on CPUs, and for a
-        group
-        of one. All of them must come here. Raises MeshError where they are on several hosts."""
+        group of one. All of them must come here. Raises MeshError where they are on several hosts."""
         group = self.group(axes)
         if not self._nccl or len(group.ranks) == 1:
             return None
@@ -353,13 +349,3 @@ def _nccl_options(min_ctas: int | None, max_ctas: int | None, high_priority: boo
 
 def _cuda_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-
-def _cut(x: Tensor, dim: int, n: int) -> Tensor:
-    """[..., n * k, ...] -> [n, ..., k, ...]."""
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-
-
-def _merge(x: Tensor, dim: int) -> Tensor:
-    """[n, ..., k, ...] -> [..., n * k, ...]."""
-    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,8 @@ _COALESCED: dict[str, tuple[tuple[str, str], Any]] = {
     ),
 }
 
+PIECES, PIECE_BYTES = 64, 2**20
+
 Started = Callable[[], list[Tensor]]
 """A collective that has begun: call it to wait for the results."""
 
@@ -47,9 +50,9 @@ class Transport:
         self._order = None if order is None else list(order)
         self._inverse = None if order is None else sorted(range(size), key=list(order).__getitem__)
 
-    def gather(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """[*shape] -> [members, *shape]."""
-        return self._gather(xs)()
+    def gather(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        """The members' tensors side by side along `dims[i]`."""
+        return self.start_gather(xs, dims, later=False)()
 
     def exchange(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """[to member, *shape] -> [from member, *shape]."""
@@ -59,17 +62,20 @@ class Transport:
         """`exchange`, begun."""
         return self._exchange(xs, later=True)
 
-    def start_gather(self, xs: Sequence[Tensor]) -> Started:
-        """`gather`, begun."""
-        return self._gather(xs, later=True)
+    def start_gather(self, xs: Sequence[Tensor], dims: Sequence[int], later: bool = True) -> Started:
+        """`gather`, begun: it goes on while other things run; `later` False: it is waited for at once."""
+        if not self.ordered and self._order is None:
+            return self._gather_in_place(xs, dims, later)
+        gathered = self._gather(xs, later)
+        return lambda: [merge(x, d) for x, d in zip(gathered(), dims, strict=True)]
 
     def all_reduce(self, xs: Sequence[Tensor], op: str) -> list[Tensor]:
         """[*shape] -> [*shape]."""
         return self.start_all_reduce(xs, op, later=False)()
 
-    def reduce_scatter(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """[for member, *shape] -> [*shape]."""
-        return self.start_reduce_scatter(xs, later=False)()
+    def reduce_scatter(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+        """The sum over members of this member's block of `dims[i]`."""
+        return self.start_reduce_scatter(xs, dims, later=False)()
 
     def start_all_reduce(self, xs: Sequence[Tensor], op: str, later: bool = True) -> Started:
         """`all_reduce`, begun: it goes on while other things run; `later` False: it is waited for at once."""
@@ -85,27 +91,43 @@ class Transport:
         return _firsts(_packed([x[None] for x in xs], add))
 
     def start_reduce_scatter(
-        self, xs: Sequence[Tensor], later: bool = True, outs: Sequence[Tensor | None] = ()
+        self, xs: Sequence[Tensor], dims: Sequence[int], later: bool = True, outs: Sequence[Tensor | None] = ()
     ) -> Started:
         """`reduce_scatter`, begun. `outs`: contiguous memory for results, where the communication library adds."""
         if self.ordered:
-            exchanged = self._exchange(xs, later)
+            exchanged = self._exchange([cut(x, d, self.size) for x, d in zip(xs, dims, strict=True)], later)
             return lambda: [self._fold(x, "sum") for x in exchanged()]
 
-        given = [*outs] or [None] * len(xs)
-        results = [x.new_empty(x.shape[1:]) if o is None else o for x, o in zip(xs, given, strict=True)]
-        sent = [self._by_position(x).contiguous() for x in xs]
-        pairs = [(o.view(-1), s.view(-1)) for o, s in zip(results, sent, strict=True) if s.numel()]
-        return waiting(self._all_at_once("reduce_scatter", pairs, later), results, sent)
+        given, results, held = [*outs] or [None] * len(xs), [], []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for x, d, out in zip(xs, dims, given, strict=True):
+            shape = (*x.shape[:d], x.shape[d] // self.size, *x.shape[d + 1 :])
+            result = x.new_empty(shape) if out is None else out
+            whole = self._order is None and in_pieces(x, d)
+            sent = x.contiguous() if whole else self._by_position(cut(x, d, self.size)).contiguous()
+            results.append(result)
+            held.append(sent)
+            if sent.numel():
+                n = prod(x.shape[:d]) if whole else 1
+                pairs += zip(result.view(n, -1), sent.view(n, -1), strict=True)
+        return waiting(self._all_at_once("reduce_scatter", pairs, later), results, held)
+
+    def _gather_in_place(self, xs: Sequence[Tensor], dims: Sequence[int], later: bool) -> Started:
+        """Where few large pieces make up the result, each arrives where it belongs."""
+        outs: list[Tensor] = []
+        held = [x.contiguous() for x in xs]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        whole = [in_pieces(x, d) for x, d in zip(xs, dims, strict=True)]
+        for x, d, here in zip(held, dims, whole, strict=True):
+            merged = (*x.shape[:d], self.size * x.shape[d], *x.shape[d + 1 :])
+            outs.append(x.new_empty(merged if here else (self.size, *x.shape)))
+            if x.numel():
+                n = prod(x.shape[:d]) if here else 1
+                pairs += zip(_bytes(outs[-1]).view(n, -1), _bytes(x).view(n, -1), strict=True)
+        done = waiting(self._all_at_once("all_gather", pairs, later), outs, held)
+        return lambda: [x if here else merge(x, d) for x, d, here in zip(done(), dims, whole, strict=True)]
 
     def _gather(self, xs: Sequence[Tensor], later: bool = False) -> Started:
-        if not self.ordered:
-            outs = [x.new_empty(self.size, *x.shape) for x in xs]
-            sent = [x.contiguous() for x in xs]
-            pairs = [(_bytes(o), _bytes(s)) for o, s in zip(outs, sent, strict=True) if s.numel()]
-            done = waiting(self._all_at_once("all_gather", pairs, later), outs, sent)
-            return lambda: [self._by_member(x) for x in done()]
-
         def move(flat: Tensor) -> Callable[[], Tensor]:
             out, work = flat.new_empty(self.size, flat.shape[1]), None
             if flat.numel():
@@ -173,6 +195,22 @@ class Transport:
 
     def _by_position(self, x: Tensor) -> Tensor:
         return x if self._inverse is None else x[self._inverse]
+
+
+def cut(x: Tensor, dim: int, n: int) -> Tensor:
+    """[..., n * k, ...] -> [n, ..., k, ...]."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def merge(x: Tensor, dim: int) -> Tensor:
+    """[n, ..., k, ...] -> [..., n * k, ...]."""
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def in_pieces(x: Tensor, dim: int) -> bool:
+    """Whether a collective for each index of the dimensions before `dim` is better than a copy: few, and large."""
+    n = prod(x.shape[:dim])
+    return n == 1 or (n <= PIECES and x.nbytes >= n * PIECE_BYTES)
 
 
 def waiting(works: Sequence[Any], out: T, *in_flight: Any) -> Callable[[], T]:

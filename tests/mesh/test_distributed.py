@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fmeg.mesh import DistributedBackend, LoopBackend, Mesh
-from fmeg.mesh.transport import Transport
+from fmeg.mesh.transport import PIECE_BYTES, Transport
 from fmeg.program.errors import MeshError, ShardingError
 from fmeg.sharding.array import Array
 from tests.mesh import processes
@@ -74,18 +74,21 @@ def library_sums() -> None:
             ref.sample((n, 3), torch.int64, rank),
             ref.sample((n, 2, 2), torch.float64, rank + 10),
             ref.sample((n,), torch.int64, rank),
+            ref.sample((2, n, PIECE_BYTES // 16), torch.int64, rank).double(),  # in two pieces; sums are exact
         ]
         kept = [x.clone() for x in xs]
-        outs = [None, xs[1].new_empty(2, 2), None]
+        outs = [None, xs[1].new_empty(1, 2, 2), None, xs[3].new_empty(2, 1, PIECE_BYTES // 16)]
+        firsts, dims = (0, 0, 0, 1), (1, 2, 0, 1)
+        ys = [torch.cat([x] * n, d) for x, d in zip(xs, dims, strict=True)]
         for got, want in (
             (native.all_reduce(xs, "sum"), ordered.all_reduce(xs, "sum")),
             (native.all_reduce(xs, "max"), ordered.all_reduce(xs, "max")),
-            (native.reduce_scatter(xs), ordered.reduce_scatter(xs)),
-            (native.gather(xs), ordered.gather(xs)),
-            (native.start_gather(xs)(), ordered.gather(xs)),
-            (native.start_reduce_scatter(xs)(), ordered.reduce_scatter(xs)),
-            (native.start_reduce_scatter(xs, outs=outs)(), ordered.reduce_scatter(xs)),
-            ([outs[1]], ordered.reduce_scatter(xs)[1:2]),
+            (native.reduce_scatter(xs, firsts), ordered.reduce_scatter(xs, firsts)),
+            (native.gather(xs, firsts), ordered.gather(xs, firsts)),
+            (native.start_gather(xs, dims)(), ordered.gather(xs, dims)),
+            (native.start_reduce_scatter(ys, dims)(), ordered.reduce_scatter(ys, dims)),
+            (native.start_reduce_scatter(xs, firsts, outs=outs)(), ordered.reduce_scatter(xs, firsts)),
+            ([outs[1]], ordered.reduce_scatter(xs, firsts)[1:2]),
             (native.all_reduce(xs[:1], "sum"), ordered.all_reduce(xs[:1], "sum")),
         ):
             for g, w in zip(got, want, strict=True):

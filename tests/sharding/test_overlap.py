@@ -266,9 +266,9 @@ def gradients_are_left_in_their_stacks() -> None:
     results, given = [], []
 
     class Library(Transport):
-        def start_reduce_scatter(self, xs, later=True, outs=()):
+        def start_reduce_scatter(self, xs, dims, later=True, outs=()):
             given.extend(o for o in outs if o is not None)
-            return super().start_reduce_scatter(xs, later, outs)
+            return super().start_reduce_scatter(xs, dims, later, outs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "_compile", lambda fn, values: lambda *xs: fn(list(xs)))
