@@ -114,7 +114,8 @@ def _scale(amax, at, FACTOR: tl.constexpr, TINY: tl.constexpr, POWER: tl.constex
     a = tl.load(amax + at)
     s = tl.where(a < TINY, 1.0, a * FACTOR)
     if POWER:
-        s = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        up = ((s.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        s = tl.where(s == s, up, s)
     return s
 
 

@@ -47,6 +47,16 @@ known_p = Primitive("known", lambda amax, role, ndim: amax[role].reshape((1,) * 
 collect_p = Primitive("collect", lambda values: torch.stack([v.reshape(()) for v in values]), rule=_seen_rule)
 
 
+def largest_known(history: Float[Tensor, "*rows roles steps"]) -> Float[Tensor, "*rows roles"]:
+    """The largest finite value of the history. A step that saw NaN or infinity, and whose update was perhaps left out,
+    says nothing of the next one's scales, which would be NaN as long as it is remembered, and so would what they see.
+
+    >>> largest_known(torch.tensor([[torch.inf, 2.0, 3.0], [torch.nan, torch.nan, torch.nan]])).tolist()
+    [3.0, 0.0]
+    """
+    return torch.where(history.isfinite(), history, 0.0).amax(-1)
+
+
 def pushed(history: Float[Tensor, "*rows roles steps"], seen: Float[Tensor, "*rows roles"]) -> Tensor:
     """The history after a step in which `seen` was seen, newest first.
 

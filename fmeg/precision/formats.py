@@ -90,13 +90,13 @@ def spread(scale: Tensor, grid: Grid, shape: tuple[int, ...]) -> Tensor:
 
 
 def power_of_two(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Positive float32 numbers, rounded up to powers of two.
+    """Positive float32 numbers, rounded up to powers of two; NaN stays NaN.
 
-    >>> power_of_two(torch.tensor([1.0, 1.25, 4.0])).tolist()
-    [1.0, 2.0, 4.0]
+    >>> power_of_two(torch.tensor([1.0, 1.25, 4.0, torch.nan])).tolist()
+    [1.0, 2.0, 4.0, nan]
     """
     bits = x.view(torch.int32)
-    return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(x.isnan(), x, ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32))
 
 
 def round_e2m1(x: Tensor) -> Tensor:
@@ -234,7 +234,8 @@ def quantize(
     amax    of each block, from `amax(x, grid)` or from earlier steps; what exceeds it saturates
     top     the largest absolute value of the whole tensor, for nested scales
 
-    NaN and infinite values give NaN.
+    NaN gives NaN, and where `amax` is NaN or infinite everything does: so infinite values, unless `amax` is from
+    earlier steps, where they saturate and are seen in the largest value of now.
 
     >>> x = torch.tensor([1.0, 2.0, 4.0])
     >>> q, s = quantize(x, amax(x, (0,)), (0,), Format("e4m3", "power"))

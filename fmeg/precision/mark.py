@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import count
 
 import torch
@@ -58,7 +59,8 @@ def mark(program: Program, recipe: Recipe, paths: Sequence[str]) -> tuple[Progra
     """A copy of `program` whose chosen products are tagged; `paths` are those of its first inputs, the parameters.
 
     For "delayed" it has one more input a site, of the largest values known (see `fmeg.precision.delayed`), f32[3] or,
-    in a scan, f32[layers, 3]; the sites' names are the second result. TraceError where nothing is chosen.
+    in a scan, f32[layers, 3]; the sites' names are the second result. TraceError where nothing is chosen, or where one
+    of the recipe's patterns matches no product.
     """
     whole = _Marker(replace(recipe, skip_first=0, skip_last=0))
     whole.copy(program, dict(enumerate(paths)), marking=True, layers=False)
@@ -69,6 +71,12 @@ def mark(program: Program, recipe: Recipe, paths: Sequence[str]) -> tuple[Progra
             f"precision: no product has a parameter that matches {', '.join(map(repr, recipe.match))} in a layer that "
             f"is not left out (skip_first={recipe.skip_first}, skip_last={recipe.skip_last}). Products have "
             f"{', '.join(sorted(marker.seen)) or 'no parameters'}"
+        )
+    unused = [p for p in recipe.match if not any(fnmatchcase(path, p) for path in marker.seen)]
+    if unused:
+        raise TraceError(
+            f"precision: no product has a parameter that matches {', '.join(map(repr, unused))} of `match`. Products "
+            f"have {', '.join(sorted(marker.seen))}; leave out the patterns that say nothing of this model"
         )
     out = Program((*out.inputs, *sites.values()), out.nodes, out.outputs, (), out.name)
     out.check()

@@ -43,6 +43,16 @@ class Recipe:
     history: int = 16
     exclude: tuple[str, ...] = ("*router*",)
 
+    def __post_init__(self) -> None:
+        if self.skip_first < 0 or self.skip_last < 0:
+            raise ValueError(
+                f"precision: skip_first and skip_last count layers, given {self.skip_first} and {self.skip_last}"
+            )
+        if self.delayed and self.history < 1:
+            raise ValueError(f"precision: history counts steps, given {self.history}")
+        if self.name == "blockwise" and self.block < 1:
+            raise ValueError(f"precision: block counts elements that share a scale, given {self.block}")
+
     @property
     def delayed(self) -> bool:
         """Whether scales come from earlier steps."""
@@ -151,7 +161,8 @@ def fp8(
                           arXiv:2412.19437, §3.3)
     match   patterns of parameters' paths; a product with one of them is rewritten, forward and backward
     exclude patterns of those that are left alone all the same
-    skip_first, skip_last  layers that stay as they are, at the beginning of the first scan and at the end of the last
+    skip_first, skip_last  layers that stay as they are, at the beginning of the first scan and at the end of the last;
+            of layers that no scan runs none does: `exclude` them
     gradient        element of the gradients: "e5m2" (of one scale a tensor) or "e4m3" (of finer scales) by default
     power_of_two    scales are powers of two
     weight_gradient  False: parameters' gradients are computed as they were
@@ -162,8 +173,8 @@ def fp8(
     """
     if recipe not in RECIPES:
         raise ValueError(f"fp8: recipe must be one of {', '.join(RECIPES)}, given {recipe!r}")
-    if skip_first < 0 or skip_last < 0:
-        raise ValueError(f"fp8: skip_first and skip_last count layers, given {skip_first} and {skip_last}")
+    if gradient not in (None, "e4m3", "e5m2"):
+        raise ValueError(f"fp8: gradient must be e4m3 or e5m2, given {gradient!r}")
     coarse = recipe in ("tensorwise", "delayed")
     kind = "power" if power_of_two else "float"
     return Recipe(

@@ -15,7 +15,7 @@ from fmeg.pipeline.schedule import Schedule
 from fmeg.pipeline.stages import Stages
 from fmeg.pipeline.travel import carry_along
 from fmeg.precision import Recipe, lower_precision, mark
-from fmeg.precision.delayed import by_microbatch, history_of, pushed
+from fmeg.precision.delayed import by_microbatch, history_of, largest_known, pushed
 from fmeg.program import recorder
 from fmeg.program.autocast import off
 from fmeg.program.errors import ShardingError, TraceError
@@ -376,7 +376,7 @@ def _traced(
     n = info["n"]
     split = [steps > 1 and x.ndim > 0 for x in b_leaves]
     b_values = [_split_rows(rec, x, steps) if s else rec.value(x) for x, s in zip(b_leaves, split, strict=True)]
-    known = [h.amax(-1) for h in history.values()]
+    known = [largest_known(h) for h in history.values()]
     others = [*r_leaves, *info["captured"], *known]
     args = [*map(rec.value, p_tensors), *b_values, *map(rec.value, others)]
     batched = (*(False for _ in p_tensors), *split, *(False for _ in others))

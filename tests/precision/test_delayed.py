@@ -58,6 +58,22 @@ def test_values_beyond_the_history_saturate():
     assert float(loss) == pytest.approx(float((torch.tanh(y) * batch["c"]).sum()), rel=0.1)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_that_was_not_finite_is_no_scale(bad):
+    """The next one has the scales of the steps before it, and sees finite values again."""
+    params, batch = _data()
+    step = fmeg.value_and_grad(_loss, precision=RECIPE)
+    before = {"layers": torch.tensor([[2.0, 1.0], [3.0, 1.0], [4.0, 1.0]])}
+    broken = {**batch, "x": batch["x"].index_fill(0, torch.tensor([3]), bad)}
+    (_, aux), _ = step(params, broken, amax=before)
+    assert not aux["amax"]["layers"][0, 0].isfinite()
+    (loss, after), grads = step(params, batch, amax=aux["amax"])
+    top = params["layers"].abs().max().clamp(min=3.0)
+    y = _cast(batch["x"], torch.tensor(2.0), "e4m3") @ _cast(params["layers"], top, "e4m3")
+    assert float(loss) == pytest.approx(float((torch.tanh(y) * batch["c"]).sum()), rel=1e-12)
+    assert grads["layers"].isfinite().all() and after["amax"]["layers"][:, 0].isfinite().all()
+
+
 def test_of_microbatches_the_largest_is_kept():
     params, batch = _data()
     one = fmeg.value_and_grad(_loss, precision=RECIPE)(params, batch)[0][1]["amax"]["layers"]

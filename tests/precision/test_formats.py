@@ -99,8 +99,9 @@ def test_power_of_two_rounds_up():
     assert power_of_two(x).tolist() == [1.0, 2.0, 1.0, 4.0, 2.0**-60, 2.0**61]
 
 
-def test_zeros_tiny_and_broken_values():
-    f = Format("e4m3")
+@pytest.mark.parametrize("kind", ["float", "power"])
+def test_zeros_tiny_and_broken_values(kind):
+    f = Format("e4m3", kind)
     for x in (torch.zeros(4), torch.full((4,), 1e-38)):
         q, s = quantize(x, amax(x, (0,)), (0,), f)
         assert s.tolist() == [1.0] and not q.float().any()
@@ -108,8 +109,11 @@ def test_zeros_tiny_and_broken_values():
         x = torch.tensor([1.0, bad])
         q, s = quantize(x, amax(x, (0,)), (0,), f)
         assert not dequantize(q, s, (0,), torch.float32).isfinite().any()
-    q, s = quantize(torch.tensor([100.0, -3.0]), torch.tensor([2.0]), (0,), f)  # an old amax: saturates
-    assert dequantize(q, s, (0,), torch.float32).tolist() == pytest.approx([2.0, -2.0])
+    q, s = quantize(torch.tensor([100.0, -3.0, math.inf]), torch.tensor([2.0]), (0,), f)  # an old amax: saturates
+    most = {"float": 2.0, "power": 448 / 128}[kind]
+    assert dequantize(q, s, (0,), torch.float32).tolist() == pytest.approx([most, -min(3.0, most), most])
+    q, s = quantize(torch.tensor([1.0, 0.0]), torch.tensor([math.nan]), (0,), f)
+    assert dequantize(q, s, (0,), torch.float32).isnan().all()
 
 
 def test_a_format_that_is_not_there():

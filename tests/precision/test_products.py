@@ -180,6 +180,8 @@ def test_nothing_to_do_is_an_error_that_says_what_there_is():
     params, batch = _data()
     with pytest.raises(TraceError, match=r"matches 'blocks\.\*'.*layers\.w1, layers\.w2, other"):
         fmeg.value_and_grad(_loss, precision=precision.fp8(match="blocks.*"))(params, batch)
+    with pytest.raises(TraceError, match=r"matches 'layers\.wx' of `match`.*layers\.w1, layers\.w2, other"):
+        fmeg.value_and_grad(_loss, precision=precision.fp8(match=("layers.w1", "layers.wx")))(params, batch)
     w = {"layers": torch.randn(2, 8, 8)}
     with pytest.raises(TraceError, match="skip_first=1, skip_last=1"):
         fmeg.value_and_grad(_stack, precision=precision.fp8())(w, torch.randn(4, 8))
@@ -197,6 +199,15 @@ def test_recipes_are_checked():
         precision.fp8("per-tensor")
     with pytest.raises(ValueError, match="count layers"):
         precision.fp8(skip_first=-1)
+    with pytest.raises(ValueError, match="skip_last count layers, given 1 and -1"):
+        precision.mxfp8(skip_last=-1)
+    with pytest.raises(ValueError, match="history counts steps, given 0"):
+        precision.fp8("delayed", history=0)
+    for make in (lambda: precision.fp8("blockwise", block=0), lambda: precision.nvfp4(block=-16)):
+        with pytest.raises(ValueError, match="block counts elements"):
+            make()
+    with pytest.raises(ValueError, match="gradient must be e4m3 or e5m2, given 'e2m1'"):
+        precision.fp8(gradient="e2m1")
 
 
 def test_under_another_transform():
