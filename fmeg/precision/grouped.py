@@ -111,7 +111,7 @@ def shared_by(grids: tuple[Grid, Grid], scales: tuple[Tensor, Tensor], experts: 
         s.expand(experts, s.shape[1]) if g[0] == 0 and grids[0][0] != grids[1][0] else s
         for g, s in zip(grids, scales, strict=True)
     )
-    return min(grids[0][0], grids[1][0]) if grids[0][0] != grids[1][0] else grids[0][0], one, other
+    return min(grids[0][0], grids[1][0]), one, other
 
 
 def _default(

@@ -1,9 +1,9 @@
 """Before differentiation: which products run in low precision, and in which layers.
 
-The Program is copied; a product of two operands of which one is a parameter (through casts, views and annotations, into
-scan bodies) that the recipe matches, or of rows sorted by expert with such parameters, is tagged with its `Use`, which
-its gradients inherit. A scan over layers becomes up to three: the first layers and the last ones with the body as it
-was, those between with the tagged one.
+The Program is copied; a product of two operands of which one is a parameter, but no vector, (through casts, views and
+annotations, into scan bodies) that the recipe matches, or of rows sorted by expert with such parameters, is tagged with
+its `Use`, which its gradients inherit. A scan over layers becomes up to three: the first layers and the last ones with
+the body as it was, those between with the tagged one.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class _Marker:
         if node.op is grouped_matmul_p:
             fits = found == [1]
         else:
-            fits = len(operands) == 2 and len(found) == 1 and as_matmul(node.args[0]) is not None
+            mm = as_matmul(node.args[0])
+            fits = len(found) == 1 and mm is not None and bool((mm.left, mm.right)[found[0]])
         if not fits:
             return False
         path = origin[id(operands[found[0]])]

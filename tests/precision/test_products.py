@@ -176,6 +176,21 @@ def test_a_parameter_is_followed_through_casts_and_views():
     assert low != full and float(low) == pytest.approx(float(full), rel=0.05)
 
 
+def test_a_vector_is_no_matrix():
+    """The gate of shared experts, one number a token, stays as it is: no hardware has such a product in FP8."""
+
+    def loss(params, batch):
+        gate = torch.sigmoid(einsum("b d, d -> b", batch, params["layers"]["gate"]))
+        return (einsum("b d, d f -> b f", batch, params["layers"]["w"]) * gate[:, None]).sum(), 1
+
+    g = torch.Generator().manual_seed(0)
+    params = {"layers": {"gate": torch.randn(8, generator=g), "w": torch.randn(8, 16, generator=g)}}
+    recipe = precision.fp8("delayed")
+    assert sorted(fmeg.amax_history(loss, recipe, params, torch.ones(4, 8))) == ["layers.w"]
+    with pytest.raises(TraceError, match="Products have layers.w$"):
+        fmeg.value_and_grad(loss, precision=precision.fp8(match="*gate"))(params, torch.ones(4, 8))
+
+
 def test_nothing_to_do_is_an_error_that_says_what_there_is():
     params, batch = _data()
     with pytest.raises(TraceError, match=r"matches 'blocks\.\*'.*layers\.w1, layers\.w2, other"):
