@@ -10,13 +10,20 @@ from fmeg.kernels._triton_math import exp2
 
 
 @triton.jit
-def _seen(base, start, cols, BLOCK: tl.constexpr, vocab, MASKED: tl.constexpr, SMOOTH: tl.constexpr, top, total, plain):
-    """Running maximum, Σ 2^(x - maximum) and Σ x of every lane over four more blocks, with x in bits (times log2 e)."""
+def _seen(
+    base, start, cols, BLOCK: tl.constexpr, vocab, MASKED: tl.constexpr, SMOOTH: tl.constexpr, top, total, plain,
+    width=0, PADDED: tl.constexpr = False,
+):  # fmt: skip
+    """Running maximum, Σ 2^(x - maximum) and Σ x of every lane over four more blocks, with x in bits (times log2 e).
+
+    MASKED: columns from `vocab` on do not count; PADDED: those up to `width` may be read all the same, which a GPU does
+    many at a time where it knows the number.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
-    a = _logits(base, start + cols, vocab, MASKED)
-    b = _logits(base, start + BLOCK + cols, vocab, MASKED)
-    c = _logits(base, start + 2 * BLOCK + cols, vocab, MASKED)
-    d = _logits(base, start + 3 * BLOCK + cols, vocab, MASKED)
+    a = _logits(base, start + cols, vocab, MASKED, width, PADDED)
+    b = _logits(base, start + BLOCK + cols, vocab, MASKED, width, PADDED)
+    c = _logits(base, start + 2 * BLOCK + cols, vocab, MASKED, width, PADDED)
+    d = _logits(base, start + 3 * BLOCK + cols, vocab, MASKED, width, PADDED)
     if SMOOTH:
         plain += _counted(a, start + cols, vocab) + _counted(b, start + BLOCK + cols, vocab)
         plain += _counted(c, start + 2 * BLOCK + cols, vocab) + _counted(d, start + 3 * BLOCK + cols, vocab)
@@ -30,10 +37,15 @@ def _seen(base, start, cols, BLOCK: tl.constexpr, vocab, MASKED: tl.constexpr, S
 
 
 @triton.jit
-def _logits(base, at, vocab, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(base + at, mask=at < vocab, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
-    return tl.load(base + at, eviction_policy="evict_last").to(tl.float32)
+def _logits(base, at, vocab, MASKED: tl.constexpr, width, PADDED: tl.constexpr):
+    if PADDED:
+        x = tl.load(base + at, mask=at < width, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.where(at < vocab, x, -float("inf"))
+    elif MASKED:
+        x = tl.load(base + at, mask=at < vocab, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    else:
+        x = tl.load(base + at, eviction_policy="evict_last").to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -88,6 +100,67 @@ def cross_entropy(
     tl.debug_barrier()
     hit = scale * exp2(picked * LOG2E - bits) - low - c * (1.0 - smoothing)
     tl.store(base + target, hit.to(logits.dtype.element_ty))
+
+
+@triton.jit
+def cross_entropy_part(
+    logits, targets, offset, top, sumexp, picked, total, vocab,
+    width: tl.constexpr, BLOCK: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """One row a program: what these columns, which begin at class `offset`, know of it, in one pass as above."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * width
+    first = tl.load(offset)
+    real = tl.minimum(tl.maximum(vocab - first, 0), width).to(tl.int32)
+    target = tl.load(targets + row) - first
+    here = (target >= 0) & (target < width)
+    cols = tl.arange(0, BLOCK)
+    most = tl.full([BLOCK], -1e30, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    full = real // (4 * BLOCK) * (4 * BLOCK)
+    for start in range(0, full, 4 * BLOCK):
+        most, sums, plain = _seen(base, start, cols, BLOCK, real, False, SMOOTH, most, sums, plain)
+    if full < real:
+        most, sums, plain = _seen(base, full, cols, BLOCK, real, True, SMOOTH, most, sums, plain, width, True)
+    best = tl.max(most, 0)
+    tl.store(top + row, tl.where(best > -1e30, best / LOG2E, -float("inf")))
+    tl.store(sumexp + row, tl.sum(sums * exp2(most - best), 0))
+    tl.store(picked + row, tl.load(base + target, mask=here, other=0.0).to(tl.float32))
+    if SMOOTH:
+        tl.store(total + row, tl.sum(plain, 0))
+
+
+@triton.jit
+def cross_entropy_gradient(
+    logits, targets, lse, ct, offset, z_loss, smoothing, vocab, width: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row a program: the loss's gradient in place of the logits, of which the first is that of class `offset`."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * width
+    first = tl.load(offset)
+    real = tl.minimum(tl.maximum(vocab - first, 0), width).to(tl.int32)
+    target = (tl.load(targets + row) - first).to(tl.int32)
+    total = tl.load(lse + row)
+    bits = total * LOG2E
+    c = tl.load(ct + row)
+    scale = c * (1.0 + 2.0 * z_loss * total)
+    low = c * smoothing / vocab
+    high = low + c * (1.0 - smoothing)
+    cols = tl.arange(0, BLOCK)
+    whole = real // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        at = start + cols
+        x = tl.load(base + at, eviction_policy="evict_first").to(tl.float32)
+        d = scale * exp2(x * LOG2E - bits) - tl.where(at == target, high, low)
+        tl.store(base + at, d.to(logits.dtype.element_ty))
+    for start in range(whole, width, BLOCK):
+        at = start + cols
+        x = tl.load(base + at, mask=at < width, other=0.0).to(tl.float32)
+        d = scale * exp2(x * LOG2E - bits) - tl.where(at == target, high, low)
+        tl.store(base + at, tl.where(at < real, d, 0.0).to(logits.dtype.element_ty), mask=at < width)
 
 
 @triton.jit

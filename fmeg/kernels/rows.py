@@ -43,6 +43,11 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _block(width: int) -> int:
+    """Columns of a row that a loss's program takes at a time; 256 a warp."""
+    return max(128, min(8192, _power(width) // 4))
+
+
 @torch.library.custom_op("fmeg::cross_entropy_into", mutates_args=("logits",))
 def cross_entropy_into(
     logits: Tensor, targets: Tensor, ct: Tensor, vocab: int, z_loss: float, label_smoothing: float
@@ -53,7 +58,7 @@ def cross_entropy_into(
     """
     width = logits.shape[-1]
     loss = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    block = max(128, min(8192, _power(width) // 4))
+    block = _block(width)
     _programs().cross_entropy[(targets.numel(),)](
         logits, targets.contiguous(), ct.contiguous(), loss, z_loss, label_smoothing, width, vocab, BLOCK=block,
         SMOOTH=label_smoothing != 0.0, num_warps=max(1, block // 256),
@@ -64,6 +69,62 @@ def cross_entropy_into(
 @cross_entropy_into.register_fake
 def _(logits: Tensor, targets: Tensor, ct: Tensor, vocab: int, z_loss: float, label_smoothing: float) -> Tensor:
     return torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+
+
+@torch.library.custom_op("fmeg::cross_entropy_part", mutates_args=())
+def cross_entropy_part(
+    logits: Tensor, targets: Tensor, offset: Tensor, vocab: int, smooth: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(m, Σ exp(x - m), target's logit, Σ x) of each row's real classes, of which those here begin at `offset`: as in
+    `fmeg.ops.cross_entropy`, float32, of the shape of targets, in one read; the last is empty unless `smooth`.
+
+    logits "… v" contiguous, targets "…", offset 0-d int64; -1e30 and less count as -inf.
+    """
+    width = logits.shape[-1]
+    block = _block(width)
+    top, sumexp, picked, total = _of_parts(logits, targets, smooth)
+    _programs().cross_entropy_part[(targets.numel(),)](
+        logits, targets.contiguous(), offset, top, sumexp, picked, total, vocab, width, BLOCK=block, SMOOTH=smooth,
+        num_warps=max(1, block // 256),
+    )  # fmt: skip
+    return top, sumexp, picked, total
+
+
+@cross_entropy_part.register_fake
+def _(
+    logits: Tensor, targets: Tensor, offset: Tensor, vocab: int, smooth: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _of_parts(logits, targets, smooth)
+
+
+def _of_parts(logits: Tensor, targets: Tensor, smooth: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a, b, c = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(3))
+    return a, b, c, torch.empty(targets.shape if smooth else (0,), dtype=torch.float32, device=logits.device)
+
+
+@torch.library.custom_op("fmeg::cross_entropy_gradient_into", mutates_args=("logits",))
+def cross_entropy_gradient_into(
+    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: Tensor,
+    vocab: int, z_loss: float, label_smoothing: float,
+) -> None:  # fmt: skip
+    """The gradient of each row's loss times `ct` in place of the logits, whose classes begin at `offset`.
+
+    logits "… v" contiguous, targets, lse (float32) and ct "…", offset 0-d int64; as in `fmeg.ops.cross_entropy`.
+    """
+    width = logits.shape[-1]
+    block = min(2048, _block(width))  # more of them at once: nothing is summed
+    _programs().cross_entropy_gradient[(targets.numel(),)](
+        logits, targets.contiguous(), lse.contiguous(), ct.contiguous(), offset, z_loss, label_smoothing, vocab, width,
+        BLOCK=block, num_warps=max(1, block // 256),
+    )  # fmt: skip
+
+
+@cross_entropy_gradient_into.register_fake
+def _(
+    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: Tensor,
+    vocab: int, z_loss: float, label_smoothing: float,
+) -> None:  # fmt: skip
+    return None
 
 
 @torch.library.custom_op("fmeg::rms_norm_backward", mutates_args=())

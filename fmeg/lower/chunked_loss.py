@@ -7,20 +7,32 @@ A step computes, from activations x, weights w, targets t and the cotangent c of
 c does not depend on the loss (it is mask / count), so all five can run for one chunk of rows after the other, and a
 chunk's logits are dropped before the next one's are made. dw is summed over chunks in float32 (float64 for float64).
 
+Where the vocabulary is sharded, the loss of a chunk is what each rank knows of its own classes, two all-reduces of a
+few numbers a row, and the loss from their results (see fmeg.ops.cross_entropy): two collectives a chunk.
+
 Source of the idea: Hsu et al. 2024, arXiv:2410.10989, §3.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fmeg.lower.rewrite import in_order, uses, with_nodes
+from fmeg.ops.collectives import ALL_REDUCE
 from fmeg.ops.contract import product_into
-from fmeg.ops.cross_entropy import cross_entropy_bwd_p, cross_entropy_p, loss_and_gradient
+from fmeg.ops.cross_entropy import (
+    cross_entropy_bwd_p,
+    cross_entropy_join_p,
+    cross_entropy_p,
+    cross_entropy_part_p,
+    gradient_of_part,
+    loss_and_gradient,
+)
 from fmeg.ops.einsum import einsum_matrices, einsum_p, parse_equation
 from fmeg.program.ir import Node, Program, TensorType, Value, map_values
 from fmeg.program.structured import Loop
@@ -30,8 +42,11 @@ from fmeg.sharding.execute import Executable, Mode
 
 @dataclass(eq=False)
 class ChunkedLoss:
-    """args (x, w, t, c); results (loss, dx, dw). `body`: a chunk of x, w, of t, of c -> its loss and dx, its part of
-    dw. Rows are the first `rows` dimensions of x."""
+    """args (x, w, t, c), and the class that the rank's shard begins at, if there are shards; results (loss, dx, dw).
+
+    `body`: a chunk of x, w, of t, of c, the class -> its loss and dx, its part of dw. Its nodes are the linear layer,
+    those of the loss, the gradient, dx, dw. Rows are the first `rows` dimensions of x.
+    """
 
     body: Program
     chunks: int
@@ -42,21 +57,19 @@ class ChunkedLoss:
         return Loop(self.body, self.chunks, "rows", stacked=2, summed=1)
 
     def build(self, backend: Any, mode: Mode) -> Callable[[Sequence[Any]], list[Any]]:
-        return self._direct() if backend.plain else self._general(backend)
+        return self._direct(backend) if backend.plain else self._general(backend)
 
-    def _direct(self) -> Callable[[Sequence[Any]], list[Any]]:
+    def _direct(self, backend: Any) -> Callable[[Sequence[Any]], list[Any]]:
         """On one tensor a value: logits, their gradient and the sum of dw each in one memory for all chunks."""
-        linear, loss, _, to_x, to_w = self.body.nodes
+        linear, *nodes, gradient, to_x, to_w = self.body.nodes
         w_type = self.body.outputs[2].type
-        options = loss.kwargs
+        evaluate = _of_whole_rows(*nodes) if len(nodes) == 1 else _of_shards(nodes, gradient, backend)
         order = [i for i, v in enumerate(to_w.operands()) if v is self.body.inputs[0]]
         shape = einsum_matrices(to_w.args[0], *(v.shape for v in to_w.operands()))
         run = einsum_p.run()
 
-        def chunk(i: int, x: Tensor, w: Tensor, t: Tensor, c: Tensor, losses: Tensor, dx: Tensor, dw: Tensor) -> None:
-            logits = run(linear.args[0], x, w)
-            losses[i], d = loss_and_gradient(logits, t, c, **options)
-            del logits
+        def chunk(i: int, x: Tensor, w: Tensor, rest: Sequence[Tensor], loss: Tensor, dx: Tensor, dw: Tensor) -> None:
+            loss[i], d = evaluate(run(linear.args[0], x, w), *rest)
             dx[i] = run(to_x.args[0], *((d, w) if to_x.operands()[0] is not linear.operands()[1] else (w, d)))
             pair = (x, d) if order == [0] else (d, x)
             if shape is not None:
@@ -67,13 +80,13 @@ class ChunkedLoss:
                 dw.copy_(run(to_w.args[0], *pair, **to_w.kwargs))
 
         def loss_and_gradients(args: Sequence[Any]) -> list[Any]:
-            x, w, t, c = args
+            x, w, t, c, *first = args
             xs, ts, cs = (_chunks(v, self.chunks, self.rows) for v in (x, t, c))
             losses = x.new_empty((self.chunks, *ts[0].shape), dtype=self.body.outputs[0].dtype)
             dx = x.new_empty((self.chunks, *xs[0].shape))
             dw = w.new_empty(w_type.shape, dtype=w_type.dtype)
             for i in range(self.chunks):
-                chunk(i, xs[i], w, ts[i], cs[i], losses, dx, dw)
+                chunk(i, xs[i], w, (ts[i], cs[i], *first), losses, dx, dw)
             return [*(_joined(v, _lead(x, self.rows), self.rows) for v in (losses, dx)), dw]
 
         return loss_and_gradients
@@ -83,18 +96,37 @@ class ChunkedLoss:
         body, op = Executable(self.body, b), self
 
         def loss_and_gradients(args: Sequence[Any]) -> list[Any]:
-            x, w, t, c = args
+            x, w, t, c, *first = args
             lead = b.call(_lead, (x, op.rows))
             xs, ts, cs = (b.call(_chunks, (v, op.chunks, op.rows)) for v in (x, t, c))
             loss, dx, dw = Stack(b, op.chunks), Stack(b, op.chunks), Sum(b)
             for i in range(op.chunks):
-                got = body.run([xs[i], w, ts[i], cs[i]])
+                got = body.run([xs[i], w, ts[i], cs[i], *first])
                 loss.put(i, got[0])
                 dx.put(i, got[1])
                 dw.add(got[2])
             return [*(b.call(_joined, (v.result(), lead, op.rows)) for v in (loss, dx)), dw.result()]
 
         return loss_and_gradients
+
+
+def _of_whole_rows(loss: Node) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(logits, t, c) -> a chunk's loss and the gradient of its logits, which are given up."""
+    options = loss.kwargs
+    return lambda logits, t, c: loss_and_gradient(logits, t, c, **options)
+
+
+def _of_shards(loss: Sequence[Node], gradient: Node, backend: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The same, where the logits are those of this rank's classes."""
+    part, *rest = loss
+    together = Executable(Program(part.outs, rest, rest[-1].outs, name="chunked_loss"), backend)
+    find = cross_entropy_part_p.run()
+
+    def evaluate(logits: Tensor, t: Tensor, c: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        losses, lse = together.run(list(find(logits, t, first, **part.kwargs)))
+        return losses, gradient_of_part(logits, t, lse, c, first, **gradient.kwargs)
+
+    return evaluate
 
 
 def _lead(x: Tensor, rows: int) -> tuple[int, ...]:
@@ -115,10 +147,14 @@ class _Found(NamedTuple):
     """The nodes of one loss."""
 
     linear: Node
-    loss: Node
+    loss: tuple[Node, ...]
     gradient: Node
     dx: Node
     dw: Node
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.linear, *self.loss, self.gradient, self.dx, self.dw)
 
 
 def chunked(limit: int, least: int | None = None) -> Callable[[Program], Program]:
@@ -140,15 +176,13 @@ def chunked(limit: int, least: int | None = None) -> Callable[[Program], Program
 
 
 def _find(program: Program, gradient: Node) -> _Found | None:
-    """The five nodes around a gradient of a cross entropy, if nothing else reads the logits."""
+    """The nodes around a gradient of a cross entropy, if nothing else reads the logits."""
     used, maker = uses(program), {id(o): n for n in program.nodes for o in n.outs}
-    logits, targets, lse = gradient.args[:3]
-    linear, loss = maker.get(id(logits)), maker.get(id(lse))
-    if linear is None or linear.op is not einsum_p or loss is None or loss.op is not cross_entropy_p:
+    logits, targets = gradient.args[:2]
+    linear, loss = maker.get(id(logits)), _loss(gradient, maker, used)
+    if linear is None or linear.op is not einsum_p or loss is None or len(linear.args) != 3:
         return None
-    if len(gradient.args) != 4 or loss.args[0] is not logits or loss.args[1] is not targets or len(linear.args) != 3:
-        return None
-    if len(used[id(logits)]) != 2 or used[id(lse)] != [gradient]:
+    if len(used[id(logits)]) != 2:
         return None
     equation, x, w = linear.args
     (x_names, w_names), out = parse_equation(equation)
@@ -165,11 +199,52 @@ def _find(program: Program, gradient: Node) -> _Found | None:
     return _Found(linear, loss, gradient, dx, dw)
 
 
+def _loss(gradient: Node, maker: Mapping[int, Node], used: Mapping[int, list[Node | None]]) -> tuple[Node, ...] | None:
+    """The nodes from the logits to their log-sum-exp, in order: one, or where the vocabulary is sharded what each rank
+    knows, what brings that together, and the loss. None if another reads anything between."""
+    logits, targets, lse = gradient.args[:3]
+    last = maker.get(id(lse))
+    if last is None or used[id(lse)] != [gradient]:
+        return None
+    if last.op is cross_entropy_p:
+        return (last,) if last.args == (logits, targets) and len(gradient.args) == 4 else None
+    if last.op is not cross_entropy_join_p:
+        return None
+    found: dict[int, Node] = {}
+    open_ = [last]
+    while open_:
+        n = open_.pop()
+        if id(n) in found:
+            continue
+        found[id(n)] = n
+        if n.op is cross_entropy_part_p:
+            continue
+        if n is not last and not _by_row(n, targets.shape):
+            return None
+        before = [maker.get(id(v)) for v in n.operands()]
+        if None in before:
+            return None
+        open_ += [m for m in before if m is not None]
+    parts = [n for n in found.values() if n.op is cross_entropy_part_p]
+    if len(parts) != 1 or parts[0].args != (logits, targets, *gradient.args[4:]):
+        return None
+    inside = [n for n in found.values() if n is not last]
+    if any(id(r) not in found for n in inside for o in n.outs for r in used.get(id(o), ())):
+        return None
+    return tuple(in_order([*found.values()]) or ())
+
+
+def _by_row(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether each of a node's results is of one number a row, and of that row alone."""
+    pointwise = isinstance(node.op, torch._ops.OpOverload) and torch.Tag.pointwise in node.op.tags
+    return (pointwise or node.op is ALL_REDUCE) and all(o.shape == shape for o in node.outs)
+
+
 def _replaced(program: Program, found: _Found, limit: int) -> Program | None:
-    """The Program with one node for the five; None if the cotangent depends on the loss, or if the rows divide into
-    far more chunks than are needed only."""
+    """The Program with one node for those of the loss; None if the cotangent depends on the loss, or if the rows divide
+    into far more chunks than are needed only."""
     _, x, w = found.linear.args
-    t, c = found.gradient.args[1], found.gradient.args[3]
+    t, c, *first = (found.gradient.args[i] for i in (1, 3, *range(4, len(found.gradient.args))))
     rows = len(t.shape)
     total = t.type.numel
     logits = found.linear.outs[0].type.nbytes
@@ -177,39 +252,42 @@ def _replaced(program: Program, found: _Found, limit: int) -> Program | None:
     if chunks > 8 * -(-logits // limit):
         return None
     body = _body(found, total // chunks, rows)
-    outs = (found.loss.outs[0], found.dx.outs[0], found.dw.outs[0])
+    outs = (found.loss[-1].outs[0], found.dx.outs[0], found.dw.outs[0])
     if body.outputs[2].type != outs[2].type:
         return None
-    node = Node(ChunkedLoss(body, chunks, rows), (x, w, t, c), {}, outs, found.loss.source, "B", {})
-    gone = {id(n) for n in found}
+    source = found.loss[-1].source
+    node = Node(ChunkedLoss(body, chunks, rows), (x, w, t, c, *first), {}, outs, source, "B", {})
+    gone = {id(n) for n in found.nodes}
     nodes = [node if n is found.gradient else n for n in program.nodes if id(n) not in gone or n is found.gradient]
     ordered = in_order(nodes)
     return with_nodes(program, ordered) if ordered is not None else None
 
 
 def _body(found: _Found, size: int, rows: int) -> Program:
-    """The five nodes at the shapes of a chunk of `size` rows."""
+    """The nodes of a loss at the shapes of a chunk of `size` rows. They run as they are written."""
     lead = (*(1,) * (rows - 1), size)
     _, x, w = found.linear.args
-    t, c = found.gradient.args[1], found.gradient.args[3]
+    t, c, *first = (found.gradient.args[i] for i in (1, 3, *range(4, len(found.gradient.args))))
+    whole = {id(v) for v in (w, *first)}
     new: dict[int, Value] = {}
 
     def cut(v: Value) -> Value:
         if id(v) not in new:
-            new[id(v)] = v if v is w else Value(TensorType((*lead, *v.shape[rows:]), v.dtype))
+            shape = v.shape if id(v) in whole else (*lead, *v.shape[rows:])
+            new[id(v)] = Value(TensorType(shape, v.dtype))
         return new[id(v)]
 
-    inputs = (cut(x), Value(w.type), cut(t), cut(c))
-    new[id(w)] = inputs[1]
+    inputs = tuple(cut(v) for v in (x, w, t, c, *first))
     nodes = []
-    for n in found:
-        args = map_values(cut, n.args)
-        node = Node(n.op, args, n.kwargs, source=n.source, phase=n.phase)
+    for n in found.nodes:
+        tags = {**n.tags, "opaque": True}
+        node = Node(n.op, map_values(cut, n.args), n.kwargs, source=n.source, phase=n.phase, tags=tags)
         node.outs = tuple(
             Value(o.type if n is found.dw else TensorType((*lead, *o.shape[rows:]), o.dtype), node, i)
             for i, o in enumerate(n.outs)
         )
         new.update((id(o), made) for o, made in zip(n.outs, node.outs, strict=True))
         nodes.append(node)
-    outputs = (nodes[1].outs[0], nodes[3].outs[0], nodes[4].outs[0])
-    return Program(inputs, nodes, outputs, ("x", "w", "t", "c"), "chunked_loss")
+    at = len(found.loss)
+    outputs = (nodes[at].outs[0], nodes[-2].outs[0], nodes[-1].outs[0])
+    return Program(inputs, nodes, outputs, ("x", "w", "t", "c", "first")[: len(inputs)], "chunked_loss")

@@ -1,14 +1,14 @@
 """Collectives: what local code may ask of the mesh. Used inside `shard_map` and by sharding rules.
 
 Every collective takes a tuple of mesh axes, major first; the group is their product. One node is one collective, on
-one or several tensors (`*_coalesced` forms take lists).
+one or several tensors (`all_reduce` takes a list too).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -122,11 +122,19 @@ def _dim(x: torch.Tensor, dim: int) -> int:
     return dim % max(x.ndim, 1)
 
 
-def all_reduce(x: torch.Tensor, axes: Axes, op: str = "sum") -> torch.Tensor:
-    """Sum (or "max") of x over the ranks of `axes`; every rank gets it."""
+@overload
+def all_reduce(x: torch.Tensor, axes: Axes, op: str = "sum") -> torch.Tensor: ...
+@overload
+def all_reduce(x: Sequence[torch.Tensor], axes: Axes, op: str = "sum") -> list[torch.Tensor]: ...
+def all_reduce(
+    x: torch.Tensor | Sequence[torch.Tensor], axes: Axes, op: str = "sum"
+) -> torch.Tensor | list[torch.Tensor]:
+    """Sum (or "max") of x over the ranks of `axes`; every rank gets it. Of several tensors, of each, in one call."""
     if op not in ("sum", "max"):
         raise MeshError(f"all_reduce: op must be 'sum' or 'max', given {op!r}")
-    return _record(ALL_REDUCE, [x], axes, (op,), [()])[0]
+    if isinstance(x, torch.Tensor):
+        return _record(ALL_REDUCE, [x], axes, (op,), [()])[0]
+    return _record(ALL_REDUCE, x, axes, (op,), [()] * len(x)) if x else []
 
 
 def all_gather(x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:

@@ -75,6 +75,18 @@ def loss_and_gradient(
     return loss, _kernel_bwd(logits, targets, lse, ct, 0, **options)
 
 
+def gradient_of_part(
+    logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: Tensor,
+    *, z_loss: float, label_smoothing: float, vocab: int,
+) -> Tensor:  # fmt: skip
+    """As `cross_entropy_bwd_p`, perhaps where the logits lay: they are given up."""
+    if rows.fits(logits) and logits.is_contiguous():
+        rows.cross_entropy_gradient_into(logits, targets, lse, ct, offset, vocab, z_loss, label_smoothing)
+        return logits
+    options: dict[str, Any] = dict(z_loss=z_loss, label_smoothing=label_smoothing, vocab=vocab)
+    return _kernel_bwd(logits, targets, lse, ct, offset, **options)
+
+
 def _plain_bwd(
     logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, offset: int | Tensor,
     *, z_loss: float, label_smoothing: float, vocab: int,
@@ -90,6 +102,40 @@ def _plain_bwd(
     return dx.masked_fill(classes >= vocab, 0.0).to(logits.dtype)
 
 
+def _plain_part(
+    logits: Tensor, targets: Tensor, offset: int | Tensor, *, vocab: int, label_smoothing: float
+) -> tuple[Tensor, ...]:
+    x, n = wide(logits), logits.shape[-1]
+    padding = torch.arange(n, device=x.device) + offset >= vocab
+    real = x.masked_fill(padding, -torch.inf)
+    top = real.amax(-1)
+    sumexp = torch.exp(real - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(-1)).sum(-1)
+    index = targets.long() - offset
+    mine = (index >= 0) & (index < n)
+    picked = torch.where(mine, x.gather(-1, index.clamp(0, n - 1).unsqueeze(-1)).squeeze(-1), 0.0)
+    return (top, sumexp, picked, *([x.masked_fill(padding, 0.0).sum(-1)] if label_smoothing else []))
+
+
+def _reference_part(
+    logits: Tensor, targets: Tensor, offset: int | Tensor, *, vocab: int, label_smoothing: float
+) -> tuple[Tensor, ...]:
+    """What one shard of the classes, from class `offset` on, knows of each row: the largest logit m (-inf if none is
+    real), Σ exp(x - m), the target's logit (0 if it lies elsewhere), and Σ x where that is needed for smoothing."""
+    if isinstance(offset, Tensor) and rows.fits(logits) and logits.is_contiguous() and not differentiated(logits):
+        found = rows.cross_entropy_part(logits, targets, offset, vocab, bool(label_smoothing))
+        return found if label_smoothing else found[:3]
+    return _plain_part(logits, targets, offset, vocab=vocab, label_smoothing=label_smoothing)
+
+
+def _reference_join(
+    top: Tensor, sumexp: Tensor, picked: Tensor, total: Any = 0.0,
+    *, z_loss: float, label_smoothing: float, vocab: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss, lse) from what the shards know together: sumexp is Σ exp(x - top) over all classes."""
+    lse = top + torch.log(sumexp)
+    return _loss(lse, picked, total, vocab, z_loss, label_smoothing), lse
+
+
 def _local(
     info: Local, logits: Tensor, targets: Tensor, *, z_loss: float, label_smoothing: float, vocab: int
 ) -> tuple[Tensor, Tensor]:
@@ -99,18 +145,11 @@ def _local(
         return cross_entropy_p(logits, targets, z_loss=z_loss, label_smoothing=label_smoothing, vocab=vocab)
     from fmeg.ops.collectives import all_reduce
 
-    x, n, offset = wide(logits), info.size("v"), info.offset("v")
-    real = torch.arange(n, device=x.device) + offset < vocab
-    top = all_reduce(x.masked_fill(~real, -torch.inf).amax(-1), axes, op="max")
-    index = targets.long() - offset
-    mine = (index >= 0) & (index < n)
-    picked = torch.where(mine, x.gather(-1, index.clamp(0, n - 1).unsqueeze(-1)).squeeze(-1), 0.0)
-    sums = [torch.exp(x - top.unsqueeze(-1)).masked_fill(~real, 0.0).sum(-1), picked]
-    if label_smoothing:
-        sums.append(x.masked_fill(~real, 0.0).sum(-1))
-    sumexp, picked, *total = all_reduce(torch.stack(sums), axes).unbind(0)
-    lse = top + torch.log(sumexp)
-    return _loss(lse, picked, total[0] if total else 0.0, vocab, z_loss, label_smoothing), lse
+    part = cross_entropy_part_p(logits, targets, info.offset("v"), vocab=vocab, label_smoothing=label_smoothing)
+    top, sumexp, *rest = part
+    most = all_reduce(top, axes, op="max")
+    sums = all_reduce([sumexp * torch.exp(top - most), *rest], axes)
+    return cross_entropy_join_p(most, *sums, z_loss=z_loss, label_smoothing=label_smoothing, vocab=vocab)
 
 
 def _local_bwd(info: Local, logits: Tensor, targets: Tensor, lse: Tensor, ct: Tensor, **options: Any) -> Tensor:
@@ -146,6 +185,9 @@ cross_entropy_bwd_p = Primitive(
     "cross_entropy_bwd", _reference_bwd, rule=_rule_bwd, flops=lambda n: 5 * elements(n), cheap=True
 )
 
+cross_entropy_part_p = Primitive("cross_entropy_part", _reference_part, flops=lambda n: 4 * elements(n))
+cross_entropy_join_p = Primitive("cross_entropy_join", _reference_join, cheap=True)
+
 
 def cross_entropy(
     logits: Float[Tensor, "*rows v"],
@@ -166,8 +208,8 @@ def cross_entropy(
     label_smoothing     ε (Szegedy et al. 2016, arXiv:1512.00567, §7)
     vocab               number of real classes; logits from there on are padding and are ignored. Default: v
 
-    Computed and returned in float32 (float64 for float64). On a mesh with v sharded it costs two all-reduces of one or
-    two numbers a token forward and none backward.
+    Computed and returned in float32 (float64 for float64). On a mesh with v sharded it costs two all-reduces forward,
+    of one number a token and of two (three if smoothed), and none backward.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3])).exp()
     tensor([4., 4.])

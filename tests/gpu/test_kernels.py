@@ -9,7 +9,14 @@ from fmeg.kernels import attention as attention_kernels
 from fmeg.kernels import rows
 from fmeg.ops.attention_math import Masking, math_backward, math_forward
 from fmeg.ops.contract import matrices, product_into, product_plus
-from fmeg.ops.cross_entropy import cross_entropy_bwd_p, cross_entropy_p, loss_and_gradient
+from fmeg.ops.cross_entropy import (
+    cross_entropy_bwd_p,
+    cross_entropy_join_p,
+    cross_entropy_p,
+    cross_entropy_part_p,
+    gradient_of_part,
+    loss_and_gradient,
+)
 from fmeg.ops.rms_norm import rms_norm_bwd_p
 from fmeg.ops.rope import rope_p, rope_table
 
@@ -59,6 +66,51 @@ def test_loss_and_gradient(width, vocab, dtype):
     assert torch.allclose(got, loss, rtol=1e-5, atol=1e-5)
     assert torch.allclose(d.float(), want, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
     assert not d[3].any()
+
+
+@pytest.mark.parametrize(
+    ("width", "vocab", "parts"),
+    [(64128, 128256, 2), (64128, 64100, 2), (5000, 14000, 3), (300, 299, 2), (1, 3, 3)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradient_of_shards(width, vocab, parts, dtype):
+    """Against the formula in float64 on a CPU. The last shard may have padding, or nothing but padding."""
+    x, c = normal(2, 19, parts * width, dtype=dtype), normal(2, 19, seed=1).abs()
+    c[0, 3] = 0.0
+    t = torch.randint(0, vocab, (2, 19), device=CUDA, generator=torch.Generator(CUDA).manual_seed(2))
+    options = dict(z_loss=1e-3, label_smoothing=0.1, vocab=vocab)
+    loss, lse = cross_entropy_p(x.double().cpu(), t.cpu(), **options)
+    want = cross_entropy_bwd_p(x.double().cpu(), t.cpu(), lse, c.double().cpu(), **options)
+    offsets = [torch.tensor(i * width, device=CUDA) for i in range(parts)]
+    shards = [s.contiguous() for s in x.split(width, -1)]
+    pairs = [*zip(shards, offsets, strict=True)]
+    found = [cross_entropy_part_p(s, t, o, vocab=vocab, label_smoothing=0.1) for s, o in pairs]
+    top = torch.stack([f[0] for f in found]).amax(0)
+    assert top.isfinite().all()
+    for f, o in zip(found, offsets, strict=True):
+        empty = int(o) >= vocab
+        assert f[0].isneginf().all() == empty and (f[1] == 0).all() == empty
+    sums = [sum(f[1] * torch.exp(f[0] - top) for f in found), *(sum(f[k] for f in found) for k in (2, 3))]
+    got, total = cross_entropy_join_p(top, *sums, **options)
+    assert torch.allclose(got.double().cpu(), loss, rtol=1e-5, atol=1e-5)
+    fewer = cross_entropy_part_p(shards[0], t, offsets[0], vocab=vocab, label_smoothing=0.0)
+    assert len(fewer) == 3 and all(torch.equal(a, b) for a, b in zip(fewer, found[0][:3], strict=True))
+    for i, (s, o) in enumerate(pairs):
+        d = gradient_of_part(s, t, total, c, o, **options)
+        assert d is s
+        here = want[..., i * width : (i + 1) * width]
+        rtol = 1e-2 if dtype is torch.bfloat16 else 2e-5
+        assert torch.allclose(d.double().cpu(), here, rtol=rtol, atol=1e-6)
+        assert not d[0, 3].any() and not d[..., max(0, vocab - i * width) :].any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_loss_of_shards_shows_what_is_not_finite(value):
+    x, t, zero = normal(3, 700), torch.zeros(3, dtype=torch.int64, device=CUDA), torch.tensor(0, device=CUDA)
+    x[1, 650], x[2] = value, -torch.inf
+    top, sumexp, picked = cross_entropy_part_p(x, t, zero, vocab=700, label_smoothing=0.0)
+    assert sumexp[0].isfinite() and sumexp[1].isnan() and sumexp[2] == 0
+    assert top[2].isneginf() and picked[2].isneginf()
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (3, 1000, 2048), (1, 100)])

@@ -65,8 +65,8 @@ class Meeting:
         self.slots: list[Any] = [None] * len(ranks)
         self.counts: dict[str, int] = {}
 
-    def exchange(self, name: str, x: Tensor, axes: Axes) -> tuple[list[Tensor], int]:
-        """The tensors of this rank's group, in order, and this rank's index in it."""
+    def exchange(self, name: str, x: Any, axes: Axes) -> tuple[list[Any], int]:
+        """What the ranks of this one's group gave, in order, and this rank's index in it."""
         rank = self.me.rank
         self.slots[rank] = x
         self.barrier.wait()
@@ -79,9 +79,12 @@ class Meeting:
             self.counts[name] = self.counts.get(name, 0) + 1
         return group, group_index(axes, self.mesh, at)[0]
 
-    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum") -> Tensor:
-        stacked = torch.stack(self.exchange("all_reduce", x, axes)[0])
-        return stacked.sum(0) if op == "sum" else stacked.amax(0)
+    def all_reduce(self, x: Any, axes: Axes, op: str = "sum") -> Any:
+        xs = [x] if isinstance(x, Tensor) else x
+        group = self.exchange("all_reduce", xs, axes)[0]
+        stacks = [torch.stack(parts) for parts in zip(*group, strict=True)]
+        out = [s.sum(0) if op == "sum" else s.amax(0) for s in stacks]
+        return out[0] if isinstance(x, Tensor) else out
 
     def all_gather(self, x: Tensor, axes: Axes, dim: int) -> Tensor:
         return torch.cat(self.exchange("all_gather", x, axes)[0], dim)
@@ -170,7 +173,7 @@ def _join(blocks: list[Tensor], dims: tuple, rule: Rule, place: Placement, mesh:
         groups.setdefault(tuple(at[a] if a in own or a in pending else 0 for a in mesh), []).append(x)
     for same in groups.values():
         for x in same[1:]:
-            torch.testing.assert_close(x, same[0], atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(x, same[0], atol=1e-12, rtol=1e-12, equal_nan=True)
     shape = [global_size(x, factors, place, mesh) for x, factors in zip(blocks[0].shape, dims, strict=True)]
     out = blocks[0].new_zeros(shape)
     for key, same in groups.items():

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from fmeg.ops.cross_entropy import cross_entropy, cross_entropy_bwd_p, cross_entropy_p
+from fmeg.ops.cross_entropy import (
+    cross_entropy,
+    cross_entropy_bwd_p,
+    cross_entropy_join_p,
+    cross_entropy_p,
+    cross_entropy_part_p,
+)
 from tests.ops.checks import check_vjp, close, ints, node_of, rand
 from tests.ops.ranks import check_rule, spmd
 
@@ -73,6 +79,45 @@ def test_two_reductions_forward_and_none_backward(smoothing):
     lse = torch.logsumexp(x, -1)
     _, counts = spmd(cross_entropy_bwd_p, (x, y, lse, lse), options, {"v": ("x",)}, {"x": 4})
     assert counts == {}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_what_a_shard_knows(smoothing):
+    """Classes 6 … 11 of 9 real ones; by numbers."""
+    x, offset = torch.arange(24.0, dtype=torch.float64).view(4, 6).flip(1) / 8, torch.tensor(6)
+    y = torch.tensor([5, 6, 8, 3])
+    found = cross_entropy_part_p(x, y, offset, vocab=9, label_smoothing=smoothing)
+    assert len(found) == (4 if smoothing else 3)
+    real = x[:, :3]
+    close(found[0], real.amax(1))
+    close(found[1], (real - real.amax(1, keepdim=True)).exp().sum(1))
+    close(found[2], torch.stack([torch.zeros(()), x[1, 0], x[2, 2], torch.zeros(())]))
+    if smoothing:
+        close(found[3], real.sum(1))
+    top, sumexp, *_ = cross_entropy_part_p(x, y, torch.tensor(12), vocab=9, label_smoothing=smoothing)
+    assert (top == -torch.inf).all() and (sumexp == 0).all()
+
+
+def test_joined_parts_are_the_loss():
+    x, y = _inputs(vocab=5)
+    options = {"z_loss": 0.1, "label_smoothing": 0.2, "vocab": 5}
+    top, *sums = cross_entropy_part_p(x, y, 0, vocab=5, label_smoothing=0.2)
+    for a, b in zip(cross_entropy_join_p(top, *sums, **options), cross_entropy_p(x, y, **options), strict=True):
+        close(a, b)
+
+
+def test_logits_that_are_not_finite_on_a_sharded_vocabulary():
+    """-inf is a class of probability 0, wherever it lies, and where a shard has no other; nothing hides inf or NaN."""
+    x, y = _inputs(rows=(4, 4))
+    x[0, 0, 1:] = -torch.inf
+    x[0, 1, 4:6] = -torch.inf
+    x[0, 2, 5], x[0, 3, 5] = torch.inf, torch.nan
+    y[0] = 0
+    got, _ = spmd(cross_entropy_p, (x, y), PLAIN, {"v": ("x",)}, {"x": 4})
+    want = cross_entropy(x, y)
+    assert got[0][0, 0] == 0 and got[0][0, 2:].isnan().all()
+    got[0][0, 2:] = want[0, 2:] = 0.0
+    close(got[0], want)
 
 
 def test_rule():
