@@ -31,6 +31,12 @@ CASES: dict[str, tuple[Callable, tuple, P, Callable]] = {
         P(None, None),
         lambda x, w: torch.tanh(x) @ w,
     ),
+    "all_reduce, of several": (
+        lambda x, w: torch.mul(*all_reduce([x @ w, (x * w.T).sum()], ("a",))).sin(),
+        (P(None, "a"), P("a", None)),
+        P(None, None),
+        lambda x, w: ((x @ w) * (x * w.T).sum()).sin(),
+    ),
     "all_reduce, two axes": (
         lambda x, w: all_reduce((x * w).sum(), ("a", "b")),
         (P("a", "b"), P("a", "b")),
