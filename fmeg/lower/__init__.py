@@ -11,7 +11,7 @@ split           products in float32 by tensor cores, where one operand was, or t
 experts         a layer of experts: pairs of products, the activation and its gradient in one pass each
 quantised       FP8 operands: once, in both orders, as they are made; parameters before the scan
 norms           a norm's gradient and the residual stream's in one pass
-chunked_loss    a linear layer and its cross entropy in chunks of rows, logits never in full; on shards of the classes too
+chunked_loss    a linear layer and its cross entropy in chunks of rows, logits never in full, nor a shard of them
 lookups         tokens travel to a table sharded along its width, not the table to them
 hasten          reductions are begun before a loop that can hide them, gathers right behind one
 pipeline        all of them, in order
