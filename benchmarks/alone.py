@@ -4,7 +4,7 @@ The other members of every group are taken to hold what this rank holds, so a ga
 arrives is what this rank would send to itself (of unequal rows: any of its own). The numbers that come out mean
 nothing; shapes, kernels and memory are those of a rank among others. With a `Link`, each collective takes as long on a
 stream of its own as a wire of that speed would need, and as many multiprocessors are busy meanwhile. What other GPUs'
-reads do to this one's memory is left out: a bound, not a measurement of several GPUs.
+reads do to this one's memory is left out. Not a measurement of several GPUs; where no shape depends on values, a bound.
 """
 
 from __future__ import annotations
@@ -133,10 +133,11 @@ class AloneTransport(Transport):
         return lambda: done()[0]
 
     def start_gather(self, xs: Sequence[Tensor], dims: Sequence[int], later: bool = True) -> Started:
-        done = self._repeat([x.new_empty(self.size, *x.shape) for x in xs], [x.contiguous() for x in xs], later)
+        at = [d if in_pieces(x, d) else 0 for x, d in zip(xs, dims, strict=True)]  # where it arrives
+        outs = [x.new_empty(*x.shape[:i], self.size, *x.shape[i:]) for x, i in zip(xs, at, strict=True)]
+        done = self._repeat(outs, [x.contiguous().unsqueeze(i) for x, i in zip(xs, at, strict=True)], later)
         return lambda: [
-            y.view(*x.shape[:d], -1, *x.shape[d + 1 :]) if in_pieces(x, d) else merge(y, d)
-            for x, y, d in zip(xs, done(), dims, strict=True)
+            y.flatten(d, d + 1) if i == d else merge(y, d) for y, i, d in zip(done(), at, dims, strict=True)
         ]
 
     def _exchange(self, xs: Sequence[Tensor], later: bool = False) -> Started:

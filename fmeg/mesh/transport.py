@@ -29,7 +29,7 @@ _COALESCED: dict[str, tuple[tuple[str, str], Any]] = {
     ),
 }
 
-PIECES, PIECE_BYTES = 64, 2**20
+PIECES, PIECE_BYTES = 64, 2**20  # see `in_pieces`
 
 Started = Callable[[], list[Tensor]]
 """A collective that has begun: call it to wait for the results."""

@@ -106,6 +106,15 @@ def test_not_a_number_stays_one():
     assert q.float().isnan().sum() == t.float().isnan().sum() == 1 and q[3, 5].float().isnan()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", ["plain", "swiglu"])
+def test_a_largest_value_that_is_no_number_leaves_none(kind, format):
+    values = (normal(64, 48),) if kind == "plain" else (normal(64, 48), normal(64, 48, seed=1))
+    known = torch.full((1, 1), torch.nan, device="cuda")
+    q, t, scale = pair_p.run()(kind, values, None, (known,), format, 0, 1, False, 0.0, None)
+    assert scale.isnan().all() and q.float().isnan().all() and t.float().isnan().all()
+
+
 @pytest.mark.parametrize("equation", ["d b s, f b s -> d f", "h e b s, d b s -> h e d", "b s d, f b s -> d f"])
 def test_a_product_into_memory(equation):
     sizes = dict(b=2, s=64, d=128, f=96, h=4, e=32)
